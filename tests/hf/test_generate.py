@@ -105,6 +105,28 @@ def test_sampling_options_follow_their_definitions(generate, checkpoint, options
         assert expected != sampled(checkpoint)
 
 
+def settings_of(checkpoint, folder, **settings):
+    """The checkpoint in another folder, with these settings of generation."""
+    shutil.copytree(checkpoint, folder)
+    (folder / "generation_config.json").write_text(json.dumps(settings), "utf-8")
+    return folder
+
+
+def test_penalty_without_the_option_is_that_of_the_folder(generate, checkpoint, tmp_path):
+    """As the server has it; the other options have the defaults of the command."""
+    folder = settings_of(checkpoint, tmp_path / "own", repetition_penalty=1.7, temperature=0.1, top_k=1, top_p=0.1)
+    for options, penalty in (((), 1.7), (("--repetition-penalty", 1), 1)):
+        result = json.loads(generate("--json", "--seed", SEED, *options, folder=folder)[0])
+        assert result["tokens"] == sampled(checkpoint, repetition_penalty=penalty)
+
+
+@pytest.mark.parametrize("settings", [{"repetition_penalty": -1}, {"min_p": 2}, {"bad_words_ids": 3}], ids=str)
+def test_settings_of_the_folder_that_cannot_be_used_are_one_sentence(checkpoint, run_command, tmp_path, settings):
+    folder = settings_of(checkpoint, tmp_path / "own", **settings)
+    code, _, error = run_command("generate", folder, "--prompt", PROMPT)
+    assert code == 2 and f"generation_config.json of checkpoint '{folder}' cannot be used: `" in error
+
+
 def test_printed_seed_reproduces_the_text(generate):
     text, last = generate()
     match = re.fullmatch(r"24 tokens, [\d.]+ tokens per second, by (.+) with \d+ threads?, seed (\d+)", last)

@@ -176,6 +176,9 @@ def test_unsupported_generation_settings_are_refused(model):
     model.generation_config.repetition_penalty = -1
     with pytest.raises(InputError, match=r"repetition_penalty=-1; expected 0\.01 to 100"):
         Engine(model, byte_level())
+    model.generation_config.bad_words_ids = 3
+    with pytest.raises(InputError, match=r"the model's generation_config cannot be used: `bad_words_ids` has to be"):
+        Engine(model, byte_level())
 
 
 @pytest.mark.parametrize("penalty", [1.7, 0.5])

@@ -16,7 +16,7 @@ from ..files.checks import decode
 from ..files.processes import MOST, Terminated, terminable
 from ..spec.record import LARGEST
 from ..utils import extras
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from .options import argument, option
 
 T = TypeVar("T")
@@ -125,8 +125,7 @@ def numbers(option: str, text: str) -> list[int]:
         expected = "positive integers of less than 2^31 separated by commas, such as 512,2048"
         raise InputError(f"--{option}={text}; expected {expected}")
     values = [int(part) for part in parts]
-    if len(set(values)) < len(values):
-        raise InputError(f"--{option}={text} has a number twice; expected each once")
+    require(len(set(values)) == len(values), f"--{option}={text} has a number twice; expected each once")
     return values
 
 
@@ -140,8 +139,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Returns the prompt, or the content of the file, or all of standard input.
 
     Raises InputError if both or none are given, and for one that is not UTF-8 or cannot be read."""
-    if prompt is not None and file is not None:
-        raise InputError("--prompt and --file are both given; expected one of them")
+    require(prompt is None or file is None, "--prompt and --file are both given; expected one of them")
     if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):  # None: it was closed
         raise InputError("--prompt is missing; expected --prompt, --file, or text on standard input")
     name = "--prompt" if prompt is not None else "standard input" if file is None else f"--file {str(file)!r}"

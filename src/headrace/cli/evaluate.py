@@ -12,7 +12,7 @@ from ..benchmarking import measurements
 from ..evaluation import check_suites
 from ..files.hub import ask_hub, check_config
 from ..files.processes import MOST, locked, locked_beside
-from ..utils.errors import InputError
+from ..utils.errors import require
 from ..utils.integrity import atomic
 from .console import (
     Checkpoint,
@@ -50,8 +50,7 @@ class EvaluateOptions:
     output: Path | None = setting("Folder of the report.", shown="runs/eval-<suite>")
 
     def __post_init__(self) -> None:
-        if not self.checkpoints:
-            raise InputError("eval has no checkpoint; expected at least one")
+        require(bool(self.checkpoints), "eval has no checkpoint; expected at least one")
 
 
 @takes(EvaluateOptions)

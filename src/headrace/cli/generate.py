@@ -104,7 +104,8 @@ def _added(tokenizer: Any, before: Tensor, after: Tensor) -> str:
 
 @contextmanager
 def _sampling(checkpoint: Path) -> Iterator[None]:
-    """Raises InputError for logits from which our loop or torch.multinomial cannot choose."""
+    """Raises InputError for logits from which our loop or torch.multinomial cannot choose, and for settings of the
+    folder that transformers refuses."""
     try:
         yield
     except RuntimeError as error:
@@ -112,6 +113,10 @@ def _sampling(checkpoint: Path) -> Iterator[None]:
             raise
         sentence = f"checkpoint {str(checkpoint)!r} gives NaN or infinite logits; no token can be chosen"
         raise InputError(sentence) from error
+    except ValueError as error:
+        if not str(error).startswith("`"):  # the name of a setting
+            raise
+        raise InputError(f"generation_config.json of checkpoint {str(checkpoint)!r} cannot be used: {error}") from error
 
 
 def _timed(model: Any, threads: int | None, drafted: bool) -> AbstractContextManager[Threads | None]:

@@ -49,7 +49,9 @@ class GenerateOptions:
     temperature: float = setting("Sampling temperature. 0 takes the most likely token.", 0.8)
     top_p: float = setting("Nucleus sampling: probability mass of the most likely tokens to sample from.", 1.0)
     top_k: int = setting("Number of most likely tokens to sample from. 0 takes all.", 0, least=0)
-    repetition_penalty: float = setting("Factor that makes earlier tokens less likely. 1 changes nothing.", 1.0)
+    repetition_penalty: float | None = setting(
+        "Factor that makes earlier tokens less likely. 1 changes nothing.", shown="the checkpoint's, as in `serve`"
+    )
     seed: int | None = setting("Random seed of the sampling.", shown="a new one, printed", least=0, most=SEEDS - 1)
     device: Device = None
     weights: Weights = None
@@ -76,6 +78,7 @@ class GenerateOptions:
 
     def __post_init__(self) -> None:
         proposing = {"draft": self.draft, "prompt_lookup": self.prompt_lookup}
+        penalty = self.repetition_penalty
         if self.cuda_graph:
             refuse_idle("with --cuda-graph", **proposing)
         if self.prompt_lookup is not None:
@@ -85,7 +88,7 @@ class GenerateOptions:
         for name, holds, expected in (
             ("temperature", self.temperature == 0 or 0.01 <= self.temperature < math.inf, "0, or at least 0.01"),
             ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1"),
-            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100"),
+            ("repetition_penalty", penalty is None or 0.01 <= penalty <= 100, "0.01 to 100"),
         ):
             require(holds, f"--{name.replace('_', '-')}={getattr(self, name)}; expected {expected}")
         if not self.temperature:
@@ -96,7 +99,8 @@ class GenerateOptions:
     def decoding(self) -> dict[str, Any]:
         """How tokens are chosen and computed, as arguments of transformers' generate."""
         names = ("temperature", "top_p", "top_k") if self.temperature else ()
-        chosen = {name: getattr(self, name) for name in ("max_new_tokens", "repetition_penalty", *names)}
+        given = {name: getattr(self, name) for name in ("max_new_tokens", "repetition_penalty", *names)}
+        chosen = {name: value for name, value in given.items() if value is not None}
         graph = {"cache_implementation": "static"} if self.cuda_graph else {}
         lookup = {} if self.prompt_lookup is None else {"prompt_lookup_num_tokens": self.prompt_lookup}
         return chosen | {"do_sample": self.temperature > 0} | graph | lookup

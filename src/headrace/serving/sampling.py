@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopPLogitsWarper
 
 from ..ops.checks import require
-from ..utils.errors import InputError
+from ..utils.errors import InputError, reading
 from ..utils.integrity import short
 
 
@@ -55,9 +55,10 @@ def check_generation(model: Any) -> None:
     greedy = copy.deepcopy(model.generation_config)
     greedy.update(do_sample=False, num_beams=1, repetition_penalty=None)
     model._prepare_special_tokens(greedy, device="cpu")  # which minimum lengths need
-    if processors := model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long)):
-        names = ", ".join(type(processor).__name__ for processor in processors)
-        raise InputError(f"the model's generation_config asks for {names}, which the server does not apply")
+    with reading("the model's generation_config cannot be used"):
+        processors = model._get_logits_processor(greedy, 1, torch.zeros(1, 1, dtype=torch.long))
+    names = ", ".join(type(processor).__name__ for processor in processors)
+    require(not names, f"the model's generation_config asks for {names}, which the server does not apply")
     penalty: Any = model.generation_config.repetition_penalty
     sentence = f"the model's generation_config has repetition_penalty={penalty}; expected 0.01 to 100"
     require(penalty is None or 0.01 <= penalty <= 100, sentence)
