@@ -111,8 +111,8 @@ NATIVE_TESTS := $(addprefix tests/,$(addsuffix .py,ops/test_native ops/test_batc
 SANITIZED := $(CURDIR)/build/sanitized
 SANITIZERS = $(shell $(CXX) -print-file-name=libasan.so):$(shell $(CXX) -print-file-name=libubsan.so)
 sanitize: $(VENV)/.dev
-	$(PIP) --no-deps --target $(SANITIZED) --upgrade . -C cmake.define.HEADRACE_SANITIZE=address,undefined
-	export HEADRACE_LIBRARY=$(SANITIZED)/headrace/libheadrace.so LD_PRELOAD=$(SANITIZERS) ASAN_OPTIONS=detect_leaks=0; \
+	$(PIP) --no-deps --target "$(SANITIZED)" --upgrade . -C cmake.define.HEADRACE_SANITIZE=address,undefined
+	export HEADRACE_LIBRARY="$(SANITIZED)/headrace/libheadrace.so" LD_PRELOAD="$(SANITIZERS)" ASAN_OPTIONS=detect_leaks=0; \
 	$(BIN)/python tests/fuzz.py --cases $(CASES) && \
 	$(BIN)/python -m pytest -q -n 0 -s $(NATIVE_TESTS) -k "not working_memory_is_bounded"
 

@@ -1,6 +1,8 @@
 """What a release states about itself."""
 
 import re
+import shutil
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -42,6 +44,19 @@ def test_workflows_call_existing_targets(path):
     for job in workflow["jobs"].values():
         needed = job.get("needs", [])
         assert {*([needed] if isinstance(needed, str) else needed)} <= set(workflow["jobs"])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_sanitize_works_in_a_folder_with_a_space(tmp_path):
+    """Of the targets the one that names an absolute path."""
+    (folder := tmp_path / "my clone").mkdir()
+    shutil.copy(ROOT / "Makefile", folder)
+    (folder / "python").write_text('#!/bin/sh\nprintf "%s\\n" "library=$HEADRACE_LIBRARY" "$@"\n')
+    (folder / "python").chmod(0o755)
+    words = ["make", "-o", ".venv/.dev", "BIN=.", "SANITIZERS=", "sanitize"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, encoding="utf-8", timeout=600, check=True)
+    target = f"{folder}/build/sanitized"
+    assert {target, f"library={target}/headrace/libheadrace.so"} <= {*done.stdout.splitlines()}
 
 
 def test_windows_is_installed_without_cmake():
