@@ -26,6 +26,7 @@ from headrace.hf import HeadraceForCausalLM
 from headrace.inspection.page import compress_attention, describe_layer, pack, profile
 from headrace.inspection.recorder import findings, of_beta, of_gate, of_weights, record
 from headrace.layers.maps import weights
+from headrace.spec.stack import Layer
 from headrace.utils.errors import InputError
 from headrace.verification.verify import literal_op
 from released import HYBRIDS, OTHERS, release
@@ -144,8 +145,14 @@ def test_recording_changes_nothing(mixer):
     with torch.no_grad():
         assert torch.equal(model.model(ids, use_cache=False).last_hidden_state, hidden)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert [r.layer for r in records if not r.shared] == list(range(layers))
-    assert [r.layer for r in records if r.shared] == ([2] if mixer == "zamba" else [])
+    assert [r.layer for r in records if not r.place] == list(range(layers))
+    assert [r.layer for r in records if r.place == "shared"] == ([2] if mixer == "zamba" else [])
+
+
+def test_two_mixers_of_a_layer_have_names_of_their_own():
+    records = passed([Layer(zoo.get("gla"), parallel=zoo.get("mamba2"))])[-1]
+    names = [describe_layer(recorded, 2, 32)[0]["name"] for recorded in records]
+    assert names == ["layer 0", "layer 0, parallel", "layer 1", "layer 1, parallel"]
 
 
 def test_gates_horizon_and_beta():

@@ -14,13 +14,14 @@ import tiny
 from headrace import Mixer, zoo
 from headrace.data.rows import Collator, TextRows
 from headrace.ops.backends.native import library as native
+from headrace.spec.stack import Layer
 from headrace.training import history, loop, recipes, run
 from headrace.training.gate_statistics import GateStatistics, GateWatch
 from headrace.training.loop import Batches, Loop, Updates
 from headrace.training.model import build, estimate, flops_per_token
 from headrace.training.parameters import gate_parameters, parameter_groups
 from headrace.training.processes import Processes
-from headrace.training.watch import gate_warnings
+from headrace.training.watch import gate_warnings, logged_statistics
 from trained import recipe, train
 
 
@@ -180,6 +181,17 @@ def test_collapsed_gates_are_named_once_and_uniform_ones_at_the_end():
     assert not [*gate_warnings(gates, named, 8, ended=False)]
     (said,) = gate_warnings(gates, named, 8, ended=True)
     assert said.startswith("the read gates of these layers are uniform after training: 1. They weigh all heads alike")
+
+
+def test_gates_of_two_mixers_of_a_layer_have_names_of_their_own():
+    """Those of the parallel one took the place of the mixer's."""
+    model = tiny.build([Layer(zoo.get("softmax-gla"), parallel=zoo.get("softmax-mamba2"))], vocab_size=257)
+    with torch.no_grad(), GateWatch().on(model) as watch:
+        watch.labelled = torch.ones(1, 9, dtype=torch.bool)
+        model(torch.arange(9)[None])
+    gates = watch.summary()
+    assert {gate["layer"] for gate in gates} == {0, "0-parallel", 1, "1-parallel"}
+    assert len({name for gate in gates for name in logged_statistics(gate)}) == len(gates) * (2 + 4)
 
 
 @pytest.mark.parametrize("separate", [False, True])

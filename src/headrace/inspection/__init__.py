@@ -10,7 +10,7 @@ from ..convert import load
 from ..convert.checkpoint import check_tokens, read_tokenizer
 from ..files.devices import on_device
 from ..ops.dispatch import set_backend
-from ..utils.errors import InputError, require
+from ..utils.errors import require
 from .page import describe, render, tokens_of
 from .recorder import record
 
@@ -37,10 +37,9 @@ def inspect(
     set_backend(model, "auto")  # HEADRACE_BACKEND may name one without float64
     tokenizer = read_tokenizer(checkpoint)
     ids, labels = tokens_of(tokenizer, text)
-    require(len(ids) > 1, f"the text is {len(ids)} token{'s' * (len(ids) != 1)} long; expected at least 2")
-    if tokens is None and len(ids) > LIMIT:
-        expected = f"expected at most {LIMIT:,}, or --tokens to cut the text"
-        raise InputError(f"the text is {len(ids):,} tokens long; {expected}")
+    require(len(ids) >= 2, f"the text is {len(ids)} token{'s' * (len(ids) != 1)} long; expected at least 2")
+    expected = f"expected at most {LIMIT:,}, or --tokens to cut the text"
+    require(tokens is not None or len(ids) <= LIMIT, f"the text is {len(ids):,} tokens long; {expected}")
     kept = min(tokens or LIMIT, len(ids))
     check_tokens(torch.tensor(ids[:kept]), model)
     with torch.no_grad(), torch.device(device):

@@ -89,7 +89,7 @@ def describe_layer(recorded: Recorded, strongest: int, side: int) -> tuple[dict[
     horizon, beta, number = recorded.horizon, recorded.beta, f"layer {recorded.layer}"
     by_head = [x for x in (*recorded.gates.values(), horizon, beta) if x is not None]
     layer = {
-        "name": f"{number}, shared" if recorded.shared else number, "mixer": zoo.name_of(recorded.mixer.spec),
+        "name": f"{number}, {recorded.place}" if recorded.place else number, "mixer": zoo.name_of(recorded.mixer.spec),
         "heads": len(A) if A is not None else by_head[0].shape[1] if by_head else 1,
         "gates": {gate: pack(g) for gate, g in recorded.gates.items()},
         "horizon": None if horizon is None else pack(horizon.clamp(max=LONGEST_HORIZON), log=True),

@@ -29,10 +29,10 @@ RULES = (
 
 
 class Recorded:
-    """The record of one mixer on a text. A quantity that the mixer does not have is None."""
+    """The record of a mixer on a text; None is what it does not have. place in the layer: "", "parallel", "shared"."""
 
-    def __init__(self, layer: int, mixer: Any, tokens: int, shared: bool):
-        self.layer, self.mixer, self.tokens, self.shared = layer, mixer, tokens, shared
+    def __init__(self, layer: int, mixer: Any, tokens: int, place: str):
+        self.layer, self.mixer, self.tokens, self.place = layer, mixer, tokens, place
         self.gates: dict[str, Tensor] = {}  # write, read: [T, H], 1 if all heads are equal
         self.calls: list[tuple[dict[str, Any], Any]] = []  # (arguments, result) of the recorded method
         self.reading: Reading | None = None  # None for a mixer without a weight per head and pair of tokens
@@ -88,20 +88,22 @@ def record(model: Any, ids: Tensor) -> tuple[Tensor, list[Recorded]]:
     records: list[Recorded] = []
     backbone = model.model.backbone
     layers = {mixer: i for i, layer in enumerate(backbone.layers) for mixer in layer.mixers}
+    shared = [block.mixer for block in backbone.shared_blocks]
+    places = dict.fromkeys(shared, "shared") | {layer.parallel: "parallel" for layer in backbone.layers}
     with ExitStack() as stack:
-        for mixer in [*layers, *(block.mixer for block in backbone.shared_blocks)]:
-            stack.enter_context(recording(mixer, records, layers.get(mixer)))
+        for mixer in [*layers, *shared]:
+            stack.enter_context(recording(mixer, records, layers.get(mixer), places.get(mixer, "")))
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
     return hidden, records
 
 
 @contextmanager
-def recording(mixer: Any, records: list[Recorded], layer: int | None) -> Iterator[None]:
+def recording(mixer: Any, records: list[Recorded], layer: int | None, place: str) -> Iterator[None]:
     """layer: index of the mixer's layer; None: the shared block, which belongs to the layer that follows."""
 
     def begin(module: nn.Module, args: Any) -> None:
-        where = max((r.layer for r in records if not r.shared), default=-1) + 1 if layer is None else layer
-        records.append(Recorded(where, mixer, args[0].shape[1], layer is None))
+        where = max((r.layer for r in records if r.place != "shared"), default=-1) + 1 if layer is None else layer
+        records.append(Recorded(where, mixer, args[0].shape[1], place))
 
     def read(reading: Reading) -> None:
         records[-1].reading = reading

@@ -42,7 +42,7 @@ class GateStatistics:
     """Statistics of one competition. The share of a head is its gate divided by the sum of all gates; softmax gates are
     proportional to their shares already, sigmoid gates and gates with an empty slot are not."""
 
-    def __init__(self, layer: int, gate: str):
+    def __init__(self, layer: int | str, gate: str):
         self.layer, self.gate = layer, gate
         self.entropy = 0.0
         self.sums = torch.tensor(0)  # [2, H]: of the shares of tokens with a label, and of those without
@@ -115,8 +115,9 @@ class GateWatch:
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 if isinstance(module, HeadCompetition):
-                    layer, gate = re.search(r"\.(\d+)\..*?(read|write)_competition", name).groups()  # type: ignore[union-attr]
-                    self.statistics[name] = GateStatistics(int(layer), gate)
+                    found: Any = re.search(r"\.(\d+)\.(parallel\.)?.*?(read|write)_competition", name)
+                    layer = f"{found[1]}-parallel" if found[2] else int(found[1])
+                    self.statistics[name] = GateStatistics(layer, found[3])
                     hooks.enter_context(module.register_forward_hook(partial(self._record, name)))
             if self.statistics:
                 hooks.enter_context(uncompiled(model))

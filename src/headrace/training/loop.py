@@ -181,7 +181,7 @@ class Loop:
         self.logged_step = 0
         self.loss_sum = torch.zeros((), device=self.processes.device)  # since then
         self.broken = False  # whether a loss since then was not finite
-        self.collapsed: set[tuple[int, str]] = set()  # gates of which a warning was printed
+        self.collapsed: set[tuple[int | str, str]] = set()  # gates of which a warning was printed
 
     def run(self, stop: Stop) -> None:
         """Trains to the last step, or until `stop` says so. InputError if too many gradients were not finite."""

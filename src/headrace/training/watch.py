@@ -45,7 +45,7 @@ class Stop:
 
 
 def gate_warnings(
-    gates: list[dict[str, Any]], collapsed: set[tuple[int, str]], step: int, ended: bool
+    gates: list[dict[str, Any]], collapsed: set[tuple[int | str, str]], step: int, ended: bool
 ) -> Iterator[str]:
     """Sentences about gates that have collapsed, each once, and, when training has ended, about uniform ones.
 
