@@ -88,7 +88,9 @@ REFUSED = {
     "config.json has experts that are not allowed: Experts.balance=-1.0; expected at least 0": (
         "qwen3_next", (), {"num_experts": 4, "output_router_logits": True, "router_aux_loss_coef": -1.0}
     ),
-    "has an unexpected tensor 'lm_head.weight'": ("llama", (), {"tie_word_embeddings": True}),
+    "'lm_head.weight' is not the embedding, with which config.json ties it; expected tie_word_embeddings=false": (
+        "llama", (), {"tie_word_embeddings": True},
+    ),
 }  # fmt: skip
 
 

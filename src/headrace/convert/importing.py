@@ -227,6 +227,8 @@ def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> 
         for name in [name for name in left if name.startswith(copy)]:
             if (of := name.replace(copy, original, 1)) in files.headers and files.equal(name, of):
                 left.discard(name)
+    other = f"tensor {min(heads & left, default='')!r} is not the embedding, with which config.json ties it"
+    require(not heads & left, f"{other}; expected tie_word_embeddings=false there")
     require(not left, f"it has an unexpected tensor {min(left, default='')!r}")
 
 
