@@ -1,7 +1,7 @@
 """Efficiency: memory, throughput and latency of mixers with and without competition, and of models of transformers."""
 
 from ..spec.expression import split
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 
 MEASURED = ("memory", "training", "prefill", "decoding")
 
@@ -11,6 +11,5 @@ def measurements(text: str) -> tuple[str, ...]:
     what = split(text)
     if unknown := [name for name in what if name not in MEASURED]:
         raise InputError(f"--what={unknown[0]}; expected some of {', '.join(MEASURED)}")
-    if not what:
-        raise InputError(f"--what names none; expected some of {', '.join(MEASURED)}")
+    require(what, f"--what names none; expected some of {', '.join(MEASURED)}")
     return what

@@ -88,7 +88,8 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     from ..training.linear import Keep, checked, costs
 
     one, keep, settings = options, Keep.parsed(options.keep), options.settings
-    with interruptible(f"{one.output} was not created; the same command goes on"):
+    done = "changed" if one.beside else "created"
+    with interruptible(f"{one.output} was not {done}; the same command goes on"):
         data, config = open_data(one.data), read_config(one.checkpoint)
         for model in (one.checkpoint, *(one.beside or ())):
             tokenizer = read_tokenizer(fetched(model))
@@ -114,30 +115,29 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
 def next_commands(one: LinearizeOptions, length: int, config: Any) -> dict[str, str]:
     """Returns the commands that follow, by what they do. Longer rows end where learned positions do."""
     old, new, data = map(str, (one.checkpoint, one.output, one.data))
-    most, learned = LONGER * length, config.sizes.style.positions == "learned"
-    longer, whole, control = (
-        min(most, config.max_position_embeddings) if learned else most,
-        f"{new}-whole",
-        f"{new}-control",
-    )
+    longer, whole, control = LONGER * length, f"{new}-whole", f"{new}-control"
+    if config.sizes.style.positions == "learned":
+        longer = min(longer, config.max_position_embeddings)
+
+    def command(*words: str) -> str:
+        return shlex.join(["headrace", *words])
 
     def train(weights: str, rows: int, length: int, data: str, output: str) -> str:
         sizes = f"tokens={UPDATES * rows * length}", f"batch_tokens={rows * length}", f"micro_batch={rows}"
-        taught = () if weights == old else (f"teacher={old}",)
-        settings = "mixer=checkpoint", f"weights={weights}", *taught, "lr=1e-4", "weight_decay=0", *sizes
-        return shlex.join(["headrace", "train", "laptop-5m", *settings, "--data", data, "--output", output])
+        teacher = () if weights == old else (f"teacher={old}",)
+        settings = "mixer=checkpoint", f"weights={weights}", *teacher, "lr=1e-4", "weight_decay=0", *sizes
+        return command("train", "laptop-5m", *settings, "--data", data, "--output", output)
 
-    trained, prepared = (f"{whole}/model", f"{control}/model"), ["--tokenizer", old, "--length", str(longer)]
-    beside = [word for model in trained for word in ("--beside", model)]
+    models, more = (f"{whole}/model", f"{control}/model"), f"{data}-{longer}"
+    beside = (word for model in models for word in ("--beside", model))
+    prepare = "prepare", "TEXT", "--tokenizer", old, "--length", str(longer), "--output", more
     return {
         "the model as a whole": train(new, one.rows, length, data, whole),
         "the original on the same rows": train(old, one.rows, length, data, control),
-        "their losses on this page": shlex.join(
-            ["headrace", "linearize", old, "--data", data, "--output", new, *beside]
-        ),
-        "tasks of all": shlex.join(["headrace", "eval", old, new, *trained, "--suite", "language,recall,needle"]),
-        "longer rows": shlex.join(["headrace", "prepare", "TEXT", *prepared, "--output", f"{data}-{longer}"]),
-        "the model as a whole on them": train(trained[0], 1, longer, f"{data}-{longer}", f"{new}-{longer}"),
+        "their losses on this page": command("linearize", old, "--data", data, "--output", new, *beside),
+        "tasks of all": command("eval", old, new, *models, "--suite", "language,recall,needle"),
+        "longer rows": command(*prepare),
+        "the model as a whole on them": train(models[0], 1, longer, more, f"{new}-{longer}"),
     }
 
 

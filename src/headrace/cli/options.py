@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from ..utils.errors import InputError, shown
+from ..utils.errors import InputError, require, shown
 
 T = TypeVar("T")
 DEFAULT = r" \[default: {}]"  # its bracket is escaped, as Rich takes "[...]" for markup and prints nothing
@@ -123,10 +123,8 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     least, most = (known.least, known.most) if known else (None, None)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise InputError(f"{named} has more than 64 bits; expected a smaller number")
-    if least is not None and value is not None and value < least:
-        raise InputError(f"{named}={value}; expected at least {least}")
-    if most is not None and value is not None and value > most:
-        raise InputError(f"{named}={value}; expected at most {most}")
+    require(None in (least, value) or value >= least, f"{named}={value}; expected at least {least}")
+    require(None in (most, value) or value <= most, f"{named}={value}; expected at most {most}")
     return value
 
 

@@ -57,8 +57,7 @@ class Sample(NamedTuple):
             if chosen:
                 kept += 1
                 yield row
-        if drawn and not kept:
-            raise InputError(f"--sample {self.share:g} keeps no document of the sources; expected a larger share")
+        require(kept or not drawn, f"--sample {self.share:g} keeps no document of the sources; expected a larger share")
 
     def _generator(self, of: int) -> np.random.Generator:
         """A stream of its own for each use, independent of that of the held-out documents, which has the same seed."""

@@ -20,7 +20,7 @@ from ..data.tokenizer import could_be_on_the_hub
 from ..files.checks import MODEL_FILES, check_weights
 from ..files.threads import ThreadsBySize
 from ..hf import HeadraceConfig, HeadracePreTrainedModel
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError, reading, require
 from ..utils.integrity import digest, sha256
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
@@ -138,7 +138,6 @@ def named(paths: list[str]) -> dict[str, str]:
     """Short name -> path. The short name is that of the folder or, for a folder called `model`, of its parent; if two
     are equal, the path takes their place. InputError if a path is given twice."""
     places = [Path(abspath(path)) for path in paths]  # "model", "." and ".." have names there
-    if len({*places}) < len(paths):
-        raise InputError("a checkpoint is given twice; expected each once")
+    require(len({*places}) == len(paths), "a checkpoint is given twice; expected each once")
     shorts = [(place.parent if place.name == "model" else place).name for place in places]
     return {short if shorts.count(short) == 1 else path: path for short, path in zip(shorts, paths, strict=True)}

@@ -28,7 +28,7 @@ from ..files.engine import Claim, Point, Row, Tell
 from ..files.provenance import defaults
 from ..files.results import file_names, write_result
 from ..files.workers import Worker
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.integrity import digest
 from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
 from .scores import unigram
@@ -55,8 +55,7 @@ class EvaluationPlan:
         return Claim(content, set(defaults(self)), made={"lm_eval": lm_eval.__version__})
 
     def check(self) -> None:
-        if self.data is not None and not Path(self.data).is_dir():
-            raise InputError(f"--data={self.data!r}; expected a folder")
+        require(self.data is None or Path(self.data).is_dir(), f"--data={self.data!r}; expected a folder")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError, reading, require
 from ..utils.integrity import CHECKSUMS, Recorded, sha256, short
 
 SUM = "sha256"  # key of the checksum of a result
@@ -157,8 +157,7 @@ def reading_tokenizer(source: Path | str, sentence: str) -> Iterator[None]:
     from .quiet import quiet
 
     folder = Path(source)
-    if folder.is_dir() and not _any_of(folder, TOKENIZERS):
-        raise InputError(f"{sentence}: the folder has no files of a tokenizer")
+    require(not folder.is_dir() or _any_of(folder, TOKENIZERS), f"{sentence}: the folder has no files of a tokenizer")
     if (folder / "config.json").is_file():
         from .. import hf  # noqa: F401  transformers reads it too, and warns of a model that it does not know
     absent = find_spec("sentencepiece") is None and (not folder.is_dir() or _any_of(folder, SENTENCEPIECE))

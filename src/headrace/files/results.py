@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files.checks import SUM, Form, misfit, read_json
-from ..utils.errors import InputError
+from ..utils.errors import require
 from ..utils.integrity import digest, write_json
 
 AGAIN = "; delete it and run the command again"  # which makes a result anew
@@ -66,8 +66,7 @@ def read_result(path: Path, form: dict[Any, Form] | None = None) -> dict[str, An
     wrong = misfit(data, form or {})
     if wrong is None and data.pop(SUM, None) not in (None, digest(data)):
         wrong = "it has another SHA-256 than when it was written"
-    if wrong is not None:
-        raise InputError(f"{str(path)!r} is damaged: {wrong}{AGAIN}")
+    require(wrong is None, f"{str(path)!r} is damaged: {wrong}{AGAIN}")
     return restored(data)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from ..ops.loss import IGNORED
-from ..utils.errors import InputError, reading
+from ..utils.errors import InputError, reading, require
 from .base import Answers, Batch, Metric, Task, row_hashes
 from .sequences import Sequences
 
@@ -29,8 +29,7 @@ def check_task(name: str, task: Any) -> None:
     processes can take, rows, labels, a metric, and held-out rows that are not trained on."""
     with reading(f"task {name!r} cannot be used"):
         wrong = next(_objections(task), None)
-    if wrong:
-        raise InputError(f"task {name!r} {wrong}")
+    require(not wrong, f"task {name!r} {wrong}")
 
 
 def _objections(task: Any) -> Iterator[str]:

@@ -17,7 +17,7 @@ import torch
 
 from ..files.devices import present_device
 from ..ops.loss import PIECE, PIECE_ON_GPU
-from ..utils.errors import InputError, did_you_mean
+from ..utils.errors import InputError, did_you_mean, require
 from .model import FORWARD, counted, estimate
 from .recipes import Recipe
 
@@ -124,8 +124,7 @@ def plan(recipe: Recipe, machine: Machine, assumed: float | None = None) -> dict
         InputError: for rows or weights that the devices cannot share evenly, and an efficiency outside 0 to 1.
     """
     reached = efficiency(recipe.mixer) if assumed is None else Efficiency(assumed, "an assumption")
-    if not 0 < reached.fraction <= 1:
-        raise InputError(f"--efficiency={reached.fraction:g}; expected more than 0 and at most 1")
+    require(0 < reached.fraction <= 1, f"--efficiency={reached.fraction:g}; expected more than 0 and at most 1")
     if machine.devices % recipe.shard:
         raise InputError(f"shard={recipe.shard}; expected a divisor of the machine's {machine.devices} devices")
     rows, passes = recipe.share(machine.devices)

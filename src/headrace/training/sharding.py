@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ..layers.blocks.block import Block
-from ..utils.errors import InputError
+from ..utils.errors import require
 
 
 def shard(model: Any, mesh: DeviceMesh) -> None:
@@ -69,8 +69,7 @@ def load_weights(model: Any, folder: Path) -> None:
     missing = [sorted({*model.state_dict()} - {*weights} - _tied(model))]
     if sharded:
         dist.broadcast_object_list(missing)
-    if missing[0]:
-        raise InputError(f"checkpoint {str(folder)!r} has no weights {', '.join(missing[0][:3])}")
+    require(not missing[0], f"checkpoint {str(folder)!r} has no weights {', '.join(missing[0][:3])}")
     if sharded:  # not strict, as a tied weight is there once
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
         set_model_state_dict(model, weights, options=options)

@@ -23,7 +23,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
-def require(condition: bool, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """Raises InputError with the message unless the condition holds."""
     if not condition:
         raise InputError(message)

@@ -258,8 +258,7 @@ def assignments(settings: list[str]) -> dict[str, str]:
     values: dict[str, str] = {}
     for setting in settings:
         name, equals, value = (part.strip() for part in setting.partition("="))
-        if not equals:
-            raise InputError(f"{setting!r} is not of the form FIELD=VALUE")
+        require(equals, f"{setting!r} is not of the form FIELD=VALUE")
         if name in values:
             raise InputError(f"{name!r} is set twice, to {values[name]!r} and to {value!r}; expected each field once")
         values[name] = value

@@ -133,12 +133,10 @@ def offered(adapter: Callable[[], dict[str, Any]]) -> set[str]:
     with reading("the adapter raises"):
         parts = adapter()
     expected = "expected a dict with module, forward, and vocabulary or width"
-    if not isinstance(parts, dict):
-        raise InputError(f"the adapter returns {type(parts).__name__}; {expected}")
+    require(isinstance(parts, dict), f"the adapter returns {type(parts).__name__}; {expected}")
     if missing := [part for part in ("module", "forward") if part not in parts]:
         raise InputError(f"the adapter has no {missing[0]!r}; {expected}")
-    if not parts.keys() & {"vocabulary", "width"}:
-        raise InputError(f"the adapter has no 'vocabulary' and no 'width'; {expected}")
+    require(parts.keys() & {"vocabulary", "width"}, f"the adapter has no 'vocabulary' and no 'width'; {expected}")
     arguments = inspect.signature(parts["forward"]).parameters
     return {*parts, *arguments, *(["embed"] if "width" in parts else [])}
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...utils.errors import InputError, did_you_mean, reason
+from ...utils.errors import InputError, did_you_mean, reason, require
 from .adapters import causal_lm, fla_layer, layer_of_model
 
 SMALL = 5_000_000  # parameters of a model that is verified in a minute
@@ -87,8 +87,7 @@ class Target(NamedTuple):
 def target(name: str) -> Target:
     """Returns the target of a name in one of FORMS. InputError for one that is not known or cannot be imported."""
     library, _, what = name.rpartition(":")
-    if not library or not what:
-        raise InputError(f"target={name!r}; expected {FORMS}")
+    require(library and what, f"target={name!r}; expected {FORMS}")
     if library == "transformers":
         return Target(name, *_of_transformers(name, what))
     if library == "fla":
