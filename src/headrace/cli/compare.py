@@ -13,7 +13,7 @@ from ..files.hub import ask_hub, tokenizer_is_elsewhere
 from ..report import catalog
 from ..report.numbers import count
 from ..spec.serialize import to_json
-from ..utils.errors import require
+from ..utils.errors import InputError, require
 from .console import Device, interruptible, refuse_idle, terminal
 from .options import argument, option, setting, takes
 
@@ -129,7 +129,8 @@ def run_suite(suite: str, mixers: str | None, folder: Path, board: Path | None, 
     from ..comparison.run import check, duration
     from ..report.page import print_sections
 
-    require(mixers is not None, "--suite needs --mixers; expected the mixers that get a row")
+    if mixers is None:
+        raise InputError("--suite needs --mixers; expected the mixers that get a row")
     console, by_name, others = terminal(), leaderboard.studies(suite, zoo.several(mixers)), leaderboard.others(board)
     for name, study in by_name.items():
         check(folder / name, study)

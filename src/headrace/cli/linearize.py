@@ -161,8 +161,9 @@ def _compare(one: LinearizeOptions, data: Any) -> dict[str, Any]:
     with telling(terminal()) as say, timed_steps(device, one.threads or 1):
         for name in one.beside or ():
             say(f"loss of {name}")
-            model = load(name).to(device)
-            report["beside"][name] = held_out_loss(cast(model, settings.weights(model.dtype)), data, settings)
+            model: Any = load(name)
+            cast(model.to(device), settings.weights(model.dtype))
+            report["beside"][name] = held_out_loss(model, data, settings)
     _keep(report, one.output)
     show_losses(report)
     return report
