@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 CPU, DEVICE = torch.device("cpu"), "apple"
-MIXED = "copy_", "index", "index_put_"  # operators of tensors on several devices, of which indices may be on the CPU
+# Operators of tensors on several devices, of which indices may be on the CPU, or of no numbers.
+MIXED = "copy_", "index", "index_put_", "_has_compatible_shallow_copy_type"
 operators = set()  # those that have run on the device
 _kernels = {}  # of operators in Python, whose own operators are to be seen too
 _register, _tensor = torch.library.Library.impl, torch.tensor
@@ -70,7 +71,7 @@ def run(operator, args, kwargs):
     if place is not None:
         if given and not here and options.get("dtype") == torch.float64:
             raise TypeError("a copy from Apple's GPU that changes its precision on the way")
-        options["device"] = CPU
+        options["device"] = CPU if here else place
     results = operator(*inner, **options)
     changed = [x for x, about in zip(args, operator._schema.arguments, strict=False) if _is_written(about)]
     if changed:  # in place
@@ -92,8 +93,9 @@ def _note(self, name, function, key="", **options):
 
 
 def _made(data, *, device=None, **options):
-    """torch.tensor, which makes tensors of a device where no mode sees it."""
-    return _tensor(data, **options).to(device) if device is not None else _tensor(data, **options)
+    """torch.tensor, which makes tensors of a device where no mode sees it, and of `with torch.device(...)`, whose mode
+    does not see this function."""
+    return _tensor(data, **options, device=CPU).to(torch.empty(0).device if device is None else device)
 
 
 backend_registration._setup_privateuseone_for_python_backend(DEVICE, backend_module=Device())

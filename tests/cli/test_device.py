@@ -1,8 +1,10 @@
 """Without --device every command computes on the accelerator, where there is one."""
 
 import os
+import shutil
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,16 +103,21 @@ def test_missing_device_is_refused(name):
 
 
 COMMANDS = [
-    "generate MODEL --prompt a", "inspect MODEL --text abc", "eval MODEL --suite piqa", "bench --layers 1",
-    "verify --mixers gla", "compare --mixers gla",
+    "generate MODEL --prompt a", "inspect MODEL --text abc", "eval MODEL --suite piqa", "serve MODEL --port 0",
+    "linearize MODEL --data MODEL --output new", "bench --mixers ./MODEL", "verify --mixers gla",
+    "verify transformers:mamba2", "compare --text MODEL",
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("device", ["tpu7", "cuda"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_refuses_a_missing_device(command, saved_model, run_command, monkeypatch, tmp_path):
+def test_every_command_refuses_a_missing_device(command, device, saved_model, run_command, monkeypatch, tmp_path):
+    """Before it reads the model, which has no weights and no tokenizer."""
     monkeypatch.chdir(tmp_path)
-    code, _, error = run_command(*command.replace("MODEL", str(saved_model)).split(), "--device", "tpu7")
-    assert code == 2 and "--device='tpu7' cannot be used" in error
+    Path("MODEL").mkdir()
+    shutil.copy(saved_model / "config.json", "MODEL")
+    code, _, error = run_command(*command.split(), "--device", device)
+    assert code == 2 and f"--device={device!r} cannot be used" in error
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,74 @@ for mixer in sys.argv[1:]:
         results[mixer] = f"{type(error).__name__}: {str(error)[:500]}"
 print(json.dumps({"mixers": results, "operators": sorted(op.name() for op in apple.operators)}))
 """
+MIXED = """
+import apple
+import json, warnings
+import torch
+from headrace.utils import device
+from tiny import config, perturbed, tokens
+from transformers import DynamicCache
+from headrace.convert.linearize import linearize
+from headrace.files.state import load_state, save_state
+from headrace.hf import HeadraceForCausalLM
+from headrace.hf.cache import HeadraceCache
+from headrace.layers.base import tensors
+from headrace.verification.op import Recurrence, op_laws
+
+device.WITHOUT_FLOAT64.append(apple.DEVICE)
+warnings.simplefilter("ignore")
+ids, left, whole = tokens(2), torch.ones(2, 9, dtype=torch.long), torch.ones(2, 9)
+left[0, :4] = 0
+
+def built(mixer):
+    torch.manual_seed(0)
+    return perturbed(HeadraceForCausalLM(config(mixer))).eval()
+
+def masked(mixer, place):
+    return built(mixer).to(place)(ids.to(place), attention_mask=left, labels=ids).loss
+
+def in_positions(place):
+    positions = torch.arange(9)[None]
+    return built("gla").to(place)(ids.to(place), attention_mask=whole, position_ids=positions).logits
+
+@torch.no_grad()
+def in_dynamic_cache(place):
+    model, cache = built("transformer").to(place), DynamicCache()
+    model(ids[:, :5].to(place), attention_mask=left[:, :5], past_key_values=cache)
+    return model(ids[:, 5:].to(place), attention_mask=left, past_key_values=cache).logits
+
+def generated(place):  # of tokens on the CPU
+    return built("gla").to(place).generate(ids, attention_mask=left, max_new_tokens=4, do_sample=False, pad_token_id=0)
+
+def made_linear(place):
+    torch.manual_seed(1)
+    model = linearize(built("transformer").to(place), "lolcats", [1])
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+@torch.no_grad()
+def resumed(place):
+    model, cache = built("hybrid").to(place), HeadraceCache()
+    model(ids.to(place), attention_mask=left, past_key_values=cache)
+    save_state(place + ".state", cache, model)
+    cache, read = load_state(place + ".state", model)
+    assert {x.device.type for x in (read, *tensors(cache.states))} == {place}
+    return model(read[:, :1], past_key_values=cache).logits
+
+differences = {}
+with apple.Present():
+    for name, way in {
+        "mask": lambda place: masked("hybrid", place), "mask, experts": lambda place: masked("experts", place),
+        "positions": in_positions, "DynamicCache": in_dynamic_cache, "generate": generated, "linear": made_linear,
+        "state": resumed,
+    }.items():
+        try:
+            own, there = (way(place).detach().to("cpu").double() for place in ("cpu", apple.DEVICE))
+            differences[name] = (own - there).abs().max().item()
+        except Exception as error:
+            differences[name] = f"{type(error).__name__}: {str(error)[:500]}"
+    laws = [*op_laws(apple.DEVICE, 0, ["torch"], [Recurrence("BTH", "delta", 1, 20, 1, 16, 16)])]
+print(json.dumps({"differences": differences, "broken": [row for row in laws if not row.holds], "laws": len(laws)}))
+"""
 REFUSED = "InputError: x is on apple, which has no float64; expected the CPU or a GPU of another kind"
 MODELS = [
     *covering(zoo.names()),  # few that have every part of the others
@@ -80,6 +148,17 @@ def test_models_compute_without_float64_by_operators_that_pytorch_has_for_apples
     used = {name.removeprefix("aten::") for name in found["operators"]}
     assert len(used) > 100
     assert not {name: known[name] for name in used if not has_kernel(known[name], known)}
+
+
+@pytest.mark.slow(seconds=20)
+def test_what_is_on_the_cpu_meets_a_model_on_the_device(tmp_path):
+    """A mask, tokens, a state file, the reference of a verification, and the new layers of a linear model."""
+    done = fresh.run(MIXED, folder=tmp_path, before="", PYTHONPATH=str(Path(__file__).parents[1]))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, difference in found["differences"].items():
+        assert not isinstance(difference, str) and difference < 1e-4, (name, difference)
+    assert found["laws"] == 6 and not found["broken"]
 
 
 def has_kernel(entry, known):

@@ -55,8 +55,8 @@ def complete(plan: BenchPlan, wanted: list[Point], folder: Path, tell: Tell) -> 
 
 def record(point: Point, worker: Worker, plan: BenchPlan) -> engine.Row:
     about = {"threads": plan.threads, "date": datetime.now().isoformat(timespec="seconds")}
-    models = measure(point, plan)
-    return {"point": vars(point), "environment": environment() | about, "clock": plan.clock, "models": models}
+    result = {"point": vars(point), "environment": environment(plan.device) | about, "clock": plan.clock}
+    return result | {"models": measure(point, plan)}
 
 
 def measure(point: Point, plan: BenchPlan) -> dict[str, Measured]:

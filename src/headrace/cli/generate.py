@@ -13,6 +13,7 @@ from transformers import GenerationConfig, set_seed
 from transformers.generation import BaseStreamer
 
 from ..convert.checkpoint import check_backend, check_tokens, load_on, read_tokenizer
+from ..files.devices import on_device
 from ..files.state import check_new, load_state, save_state
 from ..files.text import Text, text_of
 from ..files.threads import Threads
@@ -67,9 +68,9 @@ def generate(
     replace = resume is not None and save is not None and resume.absolute() == save.absolute()
     if save is not None:
         check_new(save, replace)
+    if (device := on_device(device)) and "cache_implementation" in sampling and not device.startswith("cuda"):
+        raise InputError(f"--cuda-graph with --device={device!r}; expected a GPU")
     model: Any = load_on(checkpoint, device, weights)
-    if "cache_implementation" in sampling and model.device.type != "cuda":
-        raise InputError(f"--cuda-graph with --device={str(model.device)!r}; expected a GPU")
     _leave_out_other_searches(model.generation_config)
     tokenizer = read_tokenizer(checkpoint)
     cache, ids = resumed(resume, model)

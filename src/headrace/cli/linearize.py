@@ -10,13 +10,14 @@ from rich.table import Table
 from .. import zoo
 from ..files.processes import resumed_folder
 from ..spec.linear import MixerSpec
-from ..utils.errors import InputError
+from ..utils.errors import InputError, require
 from ..utils.integrity import digest, write_json
 from .console import Checkpoint, Device, NewFolder, Threads, interruptible, telling, terminal
 from .options import setting, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 REPORT = "linearize.json"
+MEASURED = {"held_out": int, "precision": str, "data": str}  # what its losses depend on beside the models
 LONGER = 4  # times the imitation's length: rows of the last stage
 UPDATES = 50  # of each stage that trains the model as a whole
 FEW = 4  # held-out rows on which layers are removed, as the page says
@@ -85,9 +86,10 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     the report."""
     from ..convert.checkpoint import fetched, read_config, read_tokenizer
     from ..data import open_data
+    from ..files.devices import on_device
     from ..training.linear import Keep, checked, costs
 
-    one, keep, settings = options, Keep.parsed(options.keep), options.settings
+    one, keep, settings, device = options, Keep.parsed(options.keep), options.settings, on_device(options.device)
     done = "changed" if one.beside else "created"
     with interruptible(f"{one.output} was not {done}; the same command goes on"):
         data, config = open_data(one.data), read_config(one.checkpoint)
@@ -99,13 +101,13 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
                     f"{model}"
                 )
         if one.beside:
-            return _compare(one, data)
+            return _compare(one, data, device)
         changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
         if one.machine is not None:
             needed = costs(config, one.mixer, changed, settings, data.manifest["length"])
             return show_costs(one.machine, one.mixer, needed)
         with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
-            report = _write(one, keep, data, work / "transfer", ready)
+            report = _write(one, keep, data, device, work / "transfer", ready)
             tokenizer.save_pretrained(ready)
     show(report)
     print(f"{one.output} is a model of headrace; next: {report['next']['the model as a whole']}")
@@ -141,49 +143,48 @@ def next_commands(one: LinearizeOptions, length: int, config: Any) -> dict[str, 
     }
 
 
-def _compare(one: LinearizeOptions, data: Any) -> dict[str, Any]:
-    """Measures the loss of the models of --beside as that of the report's, and writes the report with theirs."""
+def _compare(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
+    """Measures the loss of the models of --beside as that of the report's, and writes the report with theirs. name: of
+    the device."""
     import torch
 
     from ..convert.checkpoint import load
     from ..convert.importing import cast
     from ..files.checks import read_json
-    from ..files.devices import on_device
     from ..training.linear import held_out_loss
     from ..training.processes import timed_steps
 
-    path, device = one.output / REPORT, torch.device(on_device(one.device))
-    report = read_json(path, {"nats": {}, "removed": {}, "measured": {}})
+    path, device = one.output / REPORT, torch.device(name)
+    report = read_json(path, {"nats": {}, "removed": {}, "measured": MEASURED})
     settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
-    if report["measured"] != measured(settings, data):
-        raise InputError(f"--data {str(one.data)!r} is not the data of {str(path)!r}; expected the same rows")
+    same = report["measured"] == measured(settings, data)
+    require(same, f"--data {str(one.data)!r} is not the data of {str(path)!r}; expected the same rows")
     report["beside"] = {}
     with telling(terminal()) as say, timed_steps(device, one.threads or 1):
-        for name in one.beside or ():
-            say(f"loss of {name}")
-            model: Any = load(name)
+        for other in one.beside or ():
+            say(f"loss of {other}")
+            model: Any = load(other)
             cast(model.to(device), settings.weights(model.dtype))
-            report["beside"][name] = held_out_loss(model, data, settings)
+            report["beside"][other] = held_out_loss(model, data, settings)
     _keep(report, one.output)
     show_losses(report)
     return report
 
 
-def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path) -> dict[str, Any]:
-    """Writes the model and its report, which is returned, into the folder `ready`."""
+def _write(one: LinearizeOptions, keep: Any, data: Any, name: str, work: Path, ready: Path) -> dict[str, Any]:
+    """Writes the model and its report, which is returned, into the folder `ready`. name: of the device."""
     import torch
     from transformers import set_seed
 
     from ..benchmarking.generation import speeds
     from ..convert.checkpoint import load
     from ..convert.importing import cast
-    from ..files.devices import on_device
     from ..training.linear import imitate, removed
     from ..training.processes import timed_steps
 
     set_seed(one.seed)
     model: Any = load(one.checkpoint)
-    device, console, dtype = torch.device(on_device(one.device)), terminal(), model.dtype
+    device, console, dtype = torch.device(name), terminal(), model.dtype
     shown = 1 if console.is_terminal else max(one.steps // 10, 1)
     with telling(console) as say:
 
@@ -207,7 +208,6 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, work: Path, ready: Path)
 
 
 def measured(settings: Any, data: Any) -> dict[str, Any]:
-    """What the losses of a report depend on beside the models."""
     return {"held_out": settings.held_out, "precision": settings.precision, "data": digest(data.identity)}
 
 

@@ -18,9 +18,10 @@ from ..utils.plugins import digests
 from .provenance import source
 
 
-def environment() -> dict[str, Any]:
-    """Returns versions, machine, threads and plug-ins for the record of a result."""
-    return {**this_process(), **digests()}
+def environment(device: str | None = None) -> dict[str, Any]:
+    """Returns versions, machine, threads and plug-ins for the record of a result of a device; None: of the GPU here."""
+    known = {} if device is None else {"device": device_name(device) if device.startswith("cuda") else device}
+    return {**this_process(), **known, **digests()}
 
 
 @lru_cache

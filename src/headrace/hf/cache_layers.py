@@ -90,7 +90,7 @@ def read_dynamic(cache: DynamicCache, model: Any, mask: Tensor | None, T: int) -
         return 0, None
     layers: list[Any] = cache.layers
     require(len(layers) == len(kinds), f"past_key_values has {len(layers)} layers; expected {len(kinds)}")
-    mask = None if mask is None or mask.shape[1] == T else mask[:, :L].bool()
+    mask = None if mask is None or mask.shape[1] == T else mask[:, :L].to(layers[0].keys.device).bool()
     mask = None if mask is None or mask.all() else mask
     states = [AttentionState(each.keys.transpose(1, 2), each.values.transpose(1, 2), mask) for each in layers]
     return L, [PositionState(states[0].seen)] * (model.backbone.positions is not None) + states

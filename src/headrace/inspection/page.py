@@ -79,7 +79,7 @@ def describe(
     return {
         "ids": ids, "vocabulary": vocabulary, "loss": pack(loss), "mean": float(loss[1:].mean()),
         "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": sentences, "rules": RULES,
-        "parameters": sum(p.numel() for p in model.parameters()), "environment": environment(),
+        "parameters": sum(p.numel() for p in model.parameters()), "environment": environment(str(model.device)),
     }  # fmt: skip
 
 

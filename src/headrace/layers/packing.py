@@ -72,7 +72,7 @@ def restarts(position_ids: Tensor, x: Tensor, attention_mask: Tensor | None = No
     shape = list(position_ids.shape)
     require(shape in ([B, T], [1, T]), f"position_ids has shape {shape}; expected [{B}, {T}]")
     positions = position_ids.to(x.device).expand(B, T)
-    kept = x.new_ones(B, seen + T, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    kept = x.new_ones(B, seen + T, dtype=torch.bool) if attention_mask is None else attention_mask.to(x.device).bool()
     before = kept.shape[1] - T  # not [:, -T:], which for T = 0 is all of them
     if ((positions == (kept.cumsum(1) - 1)[:, before:] + seen - before) | ~kept[:, before:]).all():
         return None
@@ -222,7 +222,7 @@ def padding_mask(attention_mask: Tensor | None, x: Tensor, packed: bool, seen: i
     if shape not in ([B, T], [B, seen + T]):
         both = f"[{B}, {T}]" + f" or, with the tokens before, [{B}, {seen + T}]" * (seen > 0)
         raise InputError(f"attention_mask has shape {shape}; expected {both}")
-    mask = token_mask(attention_mask[:, shape[1] - T :])
+    mask = token_mask(attention_mask[:, shape[1] - T :].to(x.device))
     both = "attention_mask marks padding in packed sequences; expected cu_seqlens alone"
     if avoid_sync(x):
         if not packed:

@@ -49,9 +49,8 @@ class GateStatistics:
         self.counts = torch.tensor(0)  # [2]: of these tokens
 
     def add(self, log_gates: Tensor, labelled: Tensor) -> None:
-        shares, kinds = log_gates.softmax(-1), torch.stack([labelled, ~labelled])
+        shares, kinds = log_gates.softmax(-1).cpu(), torch.stack([labelled, ~labelled]).cpu()  # for float64
         self.entropy -= torch.xlogy(shares, shares).sum().item()
-        shares, kinds = shares.cpu(), kinds.cpu()  # Apple's GPUs have no float64
         self.sums = self.sums + torch.stack([shares[kind].sum(0, dtype=torch.double) for kind in kinds])
         self.counts = self.counts + kinds.flatten(1).sum(1)
 
@@ -67,8 +66,7 @@ class GateStatistics:
         maximum = int(self.counts.sum()) * math.log(self.sums.shape[-1])
         load = self.sums.sum(0) / self.counts.sum()
         spread = -torch.xlogy(load, load).sum().item() / math.log(len(load))
-        kinds = zip(self.sums, self.counts, strict=True)
-        asked, other = ((total / number).tolist() if number else None for total, number in kinds)
+        asked, other = ((s / n).tolist() if n else None for s, n in zip(self.sums, self.counts, strict=True))
         return {
             "layer": self.layer,
             "gate": self.gate,

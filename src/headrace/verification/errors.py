@@ -66,7 +66,7 @@ def device_failed(device: str, rows: Sequence[Row]) -> bool:
 
 def relative(x: Tensor, reference: Tensor, floor: float = 0.0) -> float:
     """Relative error |x − reference| / max(|reference|, floor); infinite if x or the reference is not finite."""
-    x, reference = (y.detach().to("cpu", torch.float64) for y in (x, reference))
+    x, reference = (y.detach().cpu().double() for y in (x, reference))  # Apple's GPUs have no float64
     if not bool(x.isfinite().all() and reference.isfinite().all()):
         return float("inf")
     size = max(float(reference.norm()), floor)

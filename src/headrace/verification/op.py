@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..ops.attention import linear_attention
 from ..ops.reference import literal
+from ..utils.device import float64
 from .errors import Row, law_of, relative, rows_of_check, worst
 
 OP = "linear_attention"  # what the rows have in place of a mixer
@@ -68,10 +69,9 @@ def op_laws(
 ) -> Iterator[Row]:
     """Three rows, outputs, final state and gradients, for each recurrence and backend in float32 and in bfloat16."""
     for case in recurrences:
-        tensors = {name: x.to(device) for name, x in case.tensors(seed).items()}
         for dtype in (torch.float32, torch.bfloat16):
-            rounded = {name: x.to(dtype) for name, x in tensors.items()}
-            exact = results(literal, {name: x.double() for name, x in rounded.items()}, case.rule)
+            rounded = {name: x.to(device, dtype) for name, x in case.tensors(seed).items()}
+            exact = results(literal, {name: float64(x) for name, x in rounded.items()}, case.rule)
             for backend in backends:
                 row = Row(OP, f"{case.about}, {law_of(backend, dtype)}", 0.0, TOLERANCE[dtype])
                 errors = partial(op_errors, partial(linear_attention, backend=backend), rounded, case.rule, exact)

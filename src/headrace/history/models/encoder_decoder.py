@@ -145,4 +145,4 @@ def valid_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
         return torch.ones_like(input_ids, dtype=torch.bool)
     shapes = list(attention_mask.shape), list(input_ids.shape)
     require(shapes[0] == shapes[1], f"attention_mask has shape {shapes[0]}; expected {shapes[1]}, as input_ids has")
-    return token_mask(attention_mask)
+    return token_mask(attention_mask.to(input_ids.device))
