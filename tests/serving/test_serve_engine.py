@@ -150,7 +150,7 @@ def test_no_token_is_chosen_of_logits_that_are_no_numbers(model, logit, temperat
     """Nor drawn: on CUDA the check of torch.multinomial would end all later requests too."""
     torch.nn.init.constant_(model.lm_head.weight, 0)
     model.lm_head.register_forward_hook(lambda module, args, out: out + logit)
-    one, scored = Engine(model, byte_level()), Client(model, [1], 0)
+    one, scored = Engine(model, byte_level()), Client(model, [1], 0, temperature=temperature)
     failed = Client(model, [1], 4, temperature=temperature)
     one.submit(failed.stream, scored.stream)
     assert "NaN or infinite" in str(failed.ended().pieces[-1]) and scored.ended().pieces[-1].finish == "length"

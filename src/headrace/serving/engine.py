@@ -366,11 +366,11 @@ class Engine:
     def _choose_one(self, batch: Batch, logits: Tensor, left: list[int], row: int) -> None:
         """The states after a text that ends, which do not cover its last token, are kept."""
         stream, own = batch.streams[row], logits[row : row + 1]
-        if batch.tokens[row] == NONE and stream.sampling.max_tokens:  # whose draw would break CUDA's context
-            raise RuntimeError(NO_NUMBERS)
-        if stream.draw is not None:
-            batch.tokens[row] = stream.draw(own.float())
         if stream.sampling.max_tokens:
+            if batch.tokens[row] == NONE:  # whose draw would break CUDA's context
+                raise RuntimeError(NO_NUMBERS)
+            if stream.draw is not None:
+                batch.tokens[row] = stream.draw(own.float())
             stream.score(own, batch.tokens[row : row + 1])
         if stream.add(batch.tokens[row], self.ends):
             left.append(row)
