@@ -194,11 +194,16 @@ def test_recall_on_local_rows(checkpoints, tmp_path):
     row = {"doc_id": "1", "key": "born", "text": text, "value": "Rome", "title": "", "context": ""}
     for name in ("swde", "squad_completion", "fda"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    plan = EvaluationPlan("recall", data=str(tmp_path))
-    found = evaluate([checkpoints["softmax-gla"]], plan, MACHINE, tmp_path / "out")
+    plan, path = EvaluationPlan("recall", data=str(tmp_path)), checkpoints["softmax-gla"]
+    brief = shutil.copytree(path, tmp_path / "brief")  # whose settings would end answers before the harness does
+    settings = {"max_new_tokens": 1, "stop_strings": ["<end>"]}
+    (brief / "generation_config.json").write_text(json.dumps(settings))
+    found = evaluate([path, str(brief)], plan, MACHINE, tmp_path / "out")
     lengths = {name: record["max_length"] for name, record in found.items["softmax-gla"].items()}
     assert lengths == {"swde": 4096, "squad_completion": 4096, "fda": 4096}
-    assert ["fda", "contains", "1", "0.0 %", "0.0 %*"] in report.table(found)
+    assert ["fda", "contains", "1", "0.0 %", "0.0 %*", "0.0 %*"] in report.table(found)
+    (answer,), (same,) = (records["fda"]["samples"][0]["answer"] for records in found.items.values())
+    assert answer == same and len(answer) > 1
 
 
 def test_finished_evaluations_are_not_repeated(checkpoints, data, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from os.path import abspath
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lm_eval.models.huggingface import HFLM
@@ -24,6 +24,7 @@ from ..utils.errors import InputError, reading, require
 from ..utils.integrity import digest, sha256
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
+ANSWERS = ("max_new_tokens", "stop_strings", "num_return_sequences", "return_dict_in_generate")
 ROOM = 128  # largest number of tokens of an answer in the harness's needle tasks
 
 
@@ -45,8 +46,7 @@ class Checkpoint:
     @property
     def trained_length(self) -> int | None:
         """Tokens of context by the config; None if the config has no such field."""
-        lengths = (getattr(self.model.config, name, None) for name in LENGTHS)
-        return next((length for length in lengths if length), None)
+        return next(filter(None, (getattr(self.model.config, name, None) for name in LENGTHS)), None)
 
 
 class HarnessModel(HFLM):
@@ -75,6 +75,7 @@ def read_checkpoint(path: str, device: str, threads: int | None = None) -> Check
     if Path(path).exists():
         check_config(Path(path))
     model, tokenizer = read_model(path), read_tokenizer(path)
+    model.generation_config.update(**dict.fromkeys(ANSWERS))  # where an answer ends is the harness's to say
     if tokenizer.bos_token_id is None and tokenizer.eos_token_id is None:
         raise InputError(f"checkpoint {path!r} has a tokenizer without bos and eos token; expected at least one")
     try:
@@ -103,8 +104,7 @@ def read_model(path: str) -> Any:
         check_backend()
         return load(folder)
     with reading(unreadable(path)):
-        model_and_report: Any = AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True)
-    model, report = model_and_report
+        model, report = cast(Any, AutoModelForCausalLM.from_pretrained(path, dtype="auto", output_loading_info=True))
     if missing := sorted(report["missing_keys"]):
         raise InputError(f"checkpoint {path!r} is not a causal language model: the weights of {missing[0]} are missing")
     return model
