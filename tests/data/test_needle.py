@@ -11,9 +11,10 @@ import pytest
 import torch
 import wonderwords
 
-from headrace.data import tokenizer
+from headrace.data import open_data, tokenizer
 from headrace.tasks import IGNORED, Needle
 from headrace.tasks.needle import DEPTHS, NOISE, vocabulary
+from headrace.tasks.prepared import prepare
 from headrace.utils.errors import InputError
 
 WORDS = wonderwords.RandomWord()._categories
@@ -108,6 +109,19 @@ def test_a_changed_haystack_is_read_again(tmp_path):
         (tmp_path / "hay.txt").write_text(words)
         pieces = Needle(2, haystack=str(tmp_path / "hay.txt")).pieces(random.Random(0))
         assert {*islice(pieces, 9)} == {*words.split()}
+
+
+def test_files_of_a_task_are_part_of_what_its_rows_are(tmp_path):
+    """A comparison went on with another tokenizer of the same name, and a training with other text."""
+    found, hay = [], tmp_path / "hay.txt"
+    task = Needle(2, haystack=str(hay), length=400, tokenizer=str(tmp_path / "tokenizer.json"))
+    for words, size in ((PROSE, 300), (PROSE, 310), (PROSE * 2, 310)):
+        hay.write_text(words)
+        tokenizer.train_bpe([PROSE, NOISE], size).save_pretrained(tmp_path)
+        found.append(task.provenance)
+    assert len({*map(str, found)}) == 3 and not Needle().provenance
+    made = prepare(task, "needle", 2, 0, 1, tmp_path / "rows")
+    assert made["sources"] == [{"name": "needle", **found[-1]}] == open_data(tmp_path / "rows").identity["sources"]
 
 
 def test_longer_rows_have_more_hay():

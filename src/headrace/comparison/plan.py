@@ -118,8 +118,7 @@ class Plan:
         """A plan for each value of the search, if there is one."""
         if self.tuning is None:
             return []
-        search = replace(self, seeds=self.tuning.seeds)
-        field, values = self.tuning.field, self.tuning.values
+        search, field, values = replace(self, seeds=self.tuning.seeds), self.tuning.field, self.tuning.values
         return [replace(search.at(v), name=f"{self.name}-{field}-{v}", tuning=None, part="tuning") for v in values]
 
     def notes(self) -> list[str]:
@@ -233,9 +232,10 @@ class Study:
         return json.loads(json.dumps(data))  # equal to what is read back: lists for tuples
 
     def optional(self) -> set[Place]:
-        """The places of `to_json` that have their default, which the plan of an older version may lack."""
+        """The places of `to_json` that have their default, or that the plan of an older version may lack."""
         specs = [{"specs": {mixer: zoo.get(mixer) for mixer in plan.mixers}} for plan in self.plans]
-        return {*defaults(self), *defaults({"plans": specs})}
+        tokens = (("plans", i, "task", "tokenizer_sha256") for i in range(len(specs)))
+        return {*defaults(self), *defaults({"plans": specs}), *tokens}
 
 
 def answers(spec, task: Task) -> bool:

@@ -32,7 +32,7 @@ from ..files.checks import stamps
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError, require
 from ..utils.extras import require_packages
-from ..utils.integrity import sha256
+from ..utils.integrity import digest, sha256
 from .base import Batch, ByRow, Drawn
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -77,8 +77,9 @@ class Needle(ByRow, Drawn):
 
     @property
     def provenance(self) -> dict[str, str]:
-        """The SHA-256 of the haystack."""
-        return {} if self.haystack is None else {"sha256": sha256(Path(self.haystack))}
+        """The SHA-256 of the haystack, and a digest of the tokenizer."""
+        tokens = {} if self.tokenizer is None else {"tokenizer_sha256": digest(self.tokens.backend_tokenizer.to_str())}
+        return tokens if self.haystack is None else tokens | {"sha256": sha256(Path(self.haystack))}
 
     def draw(self, generator: torch.Generator, rows: int) -> Batch:
         """The seed of each row, from which its value can be known without making the row."""
@@ -116,8 +117,7 @@ class Needle(ByRow, Drawn):
             prompt = self.prompt(hay, key, value, depth)
             ids = self.tokens(prompt).input_ids
             answer = self.answer(prompt, ids, value)
-            excess = len(ids) + len(answer) - self.length
-            if excess <= 0:
+            if (excess := len(ids) + len(answer) - self.length) <= 0:
                 return ids, answer
             del hay[-max(math.ceil(excess / each), 1) :]
         raise InputError(

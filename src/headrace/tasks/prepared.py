@@ -56,7 +56,7 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
     for file in {part["filename"] for part in drawn.cache_files}:
         Path(file).unlink(missing_ok=True)
     return {
-        "sources": [{"name": name}],
+        "sources": [{"name": name, **getattr(task, "provenance", {})}],
         "tokenizer_sha256": tokens and tokenizer.sha256(tokens),
         "vocab_size": task.vocab_size,
         "length": task.length,
