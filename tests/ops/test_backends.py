@@ -90,14 +90,14 @@ def test_layer_on_a_named_backend_refuses_unsupported_calls():
 
 def test_environment_variable_chooses_the_backend_of_layers(monkeypatch, capsys):
     monkeypatch.setenv("HEADRACE_BACKEND", "torch")
-    assert layer().backend == this_process.__wrapped__()["backend"] == "torch"
+    assert layer().backend == this_process()["backend"] == "torch"
     list_backends()
     assert "HEADRACE_BACKEND=torch: layers use this backend" in capsys.readouterr().out
     monkeypatch.setenv("HEADRACE_BACKEND", "cuda")
     with pytest.raises(InputError, match="HEADRACE_BACKEND='cuda' is unknown; expected one of auto, onnx, native"):
         layer()
     monkeypatch.delenv("HEADRACE_BACKEND")
-    assert layer().backend == this_process.__wrapped__()["backend"] == "auto"
+    assert layer().backend == this_process()["backend"] == "auto"
     list_backends()
     assert "HEADRACE_BACKEND" not in capsys.readouterr().out
 

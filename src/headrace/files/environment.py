@@ -24,7 +24,6 @@ def environment(device: str | None = None) -> dict[str, Any]:
     return {**this_process(), **known, **digests()}
 
 
-@lru_cache
 def this_process() -> dict[str, Any]:
     return {
         "headrace": headrace.__version__,
@@ -47,6 +46,7 @@ def command() -> str:
     return shlex.join(["headrace", *sys.argv[1:]])
 
 
+@lru_cache
 def commit() -> str | None:
     """Returns the commit of the checkout that this package runs from, with "-dirty" for changes; None without one."""
     here = Path(__file__).parents[1]
