@@ -200,14 +200,15 @@ def test_digest_is_that_of_the_weights_wherever_they_are(saved):
 
 def test_what_cannot_be_saved_is_refused(saved, tmp_path):
     model, path = saved
-    ids = tokens(2)
+    ids, compiled = tokens(2), torch.compile(model, backend="eager")
     cache, new = read(model, ids), tmp_path / "new"
     for words, arguments in {
         "exists; expected the name of a new file": (path, cache, model, ids),
         "path=None; expected the name of a file": (None, cache, model, ids),
         "cache=None; expected a HeadraceCache": (new, None, model, ids),
         "cache=HeadraceForCausalLM.{,70}; expected a HeadraceCache": (new, model, cache, ids),
-        "model='m'; expected a torch.nn.Module": (new, cache, "m", ids),
+        "model='m'; expected a HeadraceForCausalLM": (new, cache, "m", ids),
+        "model=OptimizedModule.{,70}; expected a HeadraceForCausalLM": (new, cache, compiled, ids),
         "the cache is empty": (new, HeadraceCache(), model, ids),
         r"tokens has shape \[1, 9\]; expected \[2, 9\]": (new, cache, model, ids[:1]),
         r"tokens has shape \[2, 8\]; expected \[2, 9\]": (new, cache, model, ids[:, 1:]),
@@ -230,7 +231,7 @@ def test_what_cannot_be_saved_is_refused(saved, tmp_path):
         load_state(None, model)
     with pytest.raises(InputError, match=r"path=HeadraceForCausalLM.{,70}; expected the name of a file"):
         load_state(model, path)
-    with pytest.raises(InputError, match=r"model='m'; expected a torch.nn.Module"):
+    with pytest.raises(InputError, match=r"model='m'; expected a HeadraceForCausalLM"):
         load_state(path, "m")
 
 

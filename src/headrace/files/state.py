@@ -23,8 +23,8 @@ import headrace
 from ..hf.cache import HeadraceCache
 from ..hf.model import HeadraceForCausalLM
 from ..hf.snapshots import Snapshot
-from ..ops.checks import check_module, check_tensor, require
-from ..utils.errors import InputError, reading, shown
+from ..ops.checks import check_tensor, require
+from ..utils.errors import InputError, reading, require_each, shown
 from ..utils.integrity import atomic, digest
 from .checks import SUM
 
@@ -59,7 +59,7 @@ def save_state(
     """
     check_new(path, replace)
     require(isinstance(cache, HeadraceCache), f"cache={shown(cache)}; expected a HeadraceCache")
-    check_module(model=model)
+    require_each(lambda x: isinstance(x, HeadraceForCausalLM), "a HeadraceForCausalLM, unwrapped", model=model)
     model.read_pending(cache)
     require(cache.states is not None, "the cache is empty, and has no state to save; expected one of a model that read")
     tensors = _states(cache) | _read(cache, tokens)
@@ -84,7 +84,7 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
     """
     name = f"state {str(path)!r}"
     check_path(path)
-    check_module(model=model)
+    require_each(lambda x: isinstance(x, HeadraceForCausalLM), "a HeadraceForCausalLM, unwrapped", model=model)
     require(Path(path).is_file() or not Path(path).exists(), f"{name} cannot be read: it is not a regular file")
     with reading(f"{name} cannot be read"), safe_open(path, "pt") as file:
         about = file.metadata() or {}
