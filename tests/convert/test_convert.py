@@ -18,6 +18,7 @@ from headrace import load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.checkpoint import fetched, read_config, read_tokenizer
 from headrace.convert.linearize import linearize
+from headrace.convert.retrofit import retrofit
 from headrace.convert.vocabulary import GPT2, _cl100k
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
@@ -301,6 +302,12 @@ def test_adapter_is_not_left_out(checkpoint, tmp_path):
     (path / "adapter_config.json").write_text("{}")
     for reads in (import_checkpoint, load):
         assert "has adapter_config.json; expected a folder written by merge" in refused(lambda reads=reads: reads(path))
+    (path / "adapter_config.json").rename(tmp_path / "adapter_config.json")
+    load(path).save_pretrained(ours := tmp_path / "ours")
+    (tmp_path / "adapter_config.json").rename(ours / "adapter_config.json")
+    for reads in (load, read_config, retrofit):  # retrofit failed in an assertion, and GGUF would have lost it
+        assert "has adapter_config.json; expected a folder written by merge" in refused(lambda reads=reads: reads(ours))
+    (ours / "adapter_config.json").rename(path / "adapter_config.json")
     (path / "config.json").unlink()
     assert "no config.json; expected a folder written by merge_and_unload()" in refused(lambda: load(path))
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -146,6 +147,14 @@ def test_a_quantized_model_is_refused(kind):
     model = quantize(model_of("gqa(kv_heads=2)", "gqa(kv_heads=2)").float(), kind)
     with pytest.raises(InputError, match="as a quantized one; expected a model as"):
         linearize(model, "hedgehog", [1])
+
+
+@pytest.mark.parametrize("change", [quantize, partial(torch.compile, backend="eager")])
+def test_a_model_with_other_parameters_than_its_config_is_not_exported(change, tmp_path):
+    model = change(tiny.build("gla", num_hidden_layers=1))
+    with pytest.raises(InputError, match=r"differ in .*; expected neither quantized layers nor adapters"):
+        export_checkpoint(model, "gla", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from headrace import quantize, zoo
+from headrace.convert import export_checkpoint
+from headrace.convert.linearize import linearize
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
@@ -91,6 +93,15 @@ def test_model_with_adapters_is_not_quantized():
     """PEFT would merge them into a copy of the weight, and they would be lost."""
     with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):
         quantize(adapted("gla", ["in_proj"]))
+
+
+def test_model_with_adapters_is_neither_linearized_nor_exported(tmp_path):
+    """The weights of layers that become linear were taken over without the adapters."""
+    model = adapted("transformer", ["q_proj"]).get_base_model()
+    with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):
+        linearize(model, "hedgehog")
+    with pytest.raises(InputError, match=r"differ in .*q_proj\..*; expected neither quantized layers nor adapters"):
+        export_checkpoint(model, "llama", tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["PrefixTuningConfig", "PromptTuningConfig"])

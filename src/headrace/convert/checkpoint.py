@@ -18,7 +18,7 @@ from ..ops.checks import require
 from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError, reading, require_each
 from .files import check_depth, tensor_names
-from .importing import import_checkpoint, import_config
+from .importing import check_alone, import_checkpoint, import_config
 
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 UNUSED = ["consolidated*", "*/*.safetensors"]  # the weights once more: Mistral's own form, and those of other programs
@@ -88,11 +88,13 @@ def read_config(path: str | Path) -> HeadraceConfig:
 
 
 def _located(path: str | Path) -> tuple[Path, bool]:
-    """Returns the folder, and whether its model is of another library. InputError if it has no config.json."""
+    """Returns the folder, and whether its model is of another library. InputError if it has no config.json,
+    or an adapter."""
     folder = fetched(path)
     if folder.suffix == GGUF and folder.is_file():
         raise InputError(f"{str(folder)!r} is a GGUF file; convert it first: headrace convert {folder} --output FOLDER")
     check_config(folder)
+    check_alone(folder)
     return folder, read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type
 
 

@@ -41,13 +41,17 @@ def export_checkpoint(model: HeadraceForCausalLM, name: str, folder: str | Path)
     library can decode the model with its cache.
 
     Raises:
-        InputError: the format is unknown or cannot represent the model.
+        InputError: the format is unknown or cannot represent the model, or the model has other parameters than its
+            config says, as a quantized one.
     """
     check_format(name)
     folder = Path(folder)
     described, foreign = _described(model, name)
     tensors: dict[str, Tensor] = {}
     ours = slots(model)
+    other = min(ours.keys() ^ foreign.views.keys(), default="")
+    plain = "expected neither quantized layers nor adapters, nor a wrapper around the model"
+    require(not other, f"--to {name!r}: the model and its config differ in {other}; {plain}")
     for slot, view in foreign.views.items():
         if view.name not in tensors:
             tensors[view.name] = ours[slot].new_zeros(_whole_shape(view, ours[slot].shape))

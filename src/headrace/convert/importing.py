@@ -140,9 +140,15 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
         meant = did_you_mean(str(kind), [HeadraceConfig.model_type, *FORMATS])
         expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"
         raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; {expected}{meant}")
-    alone = not (checkpoint / ADAPTER).is_file()  # which transformers would add to the weights
-    require(alone, f"checkpoint {str(checkpoint)!r} has {ADAPTER}; expected a folder written by merge_and_unload()")
+    check_alone(checkpoint)
     return FORMATS[kind], described
+
+
+def check_alone(checkpoint: Path) -> None:
+    """Raises InputError for an adapter beside the weights, which transformers adds to them only if PEFT is installed,
+    and which functions that read weights would leave out."""
+    alone = not (checkpoint / ADAPTER).is_file()
+    require(alone, f"checkpoint {str(checkpoint)!r} has {ADAPTER}; expected a folder written by merge_and_unload()")
 
 
 def _converted(form: Format, described: Config, files: Tensors, dtype: torch.dtype | None) -> tuple[Any, Fields]:

@@ -28,7 +28,7 @@ from ..layers.norms import OffsetRMSNorm
 from ..spec.attention import AttentionSpec, Rope
 from ..spec.linear import MixerSpec
 from ..spec.serialize import to_json
-from ..utils.errors import InputError, shown
+from ..utils.errors import InputError, require, shown
 
 # The gate of an attention layer -> read.gate.
 GATES: dict[str, Any] = {"none": None, "channel": "sigmoid", "head": "sigmoid-head"}
@@ -44,7 +44,8 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
         layers: the indices of the layers; None: of all attention layers.
 
     Raises:
-        InputError: an index names no attention layer, the mixer is not linear, or it and a layer cannot be combined.
+        InputError: an index names no attention layer, the mixer is not linear, it and a layer cannot be
+            combined, or the model is quantized or has adapters.
     """
     return deepcopy(with_linear_layers(model, mixer, layers))
 
@@ -52,6 +53,8 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
 def with_linear_layers(model: Any, mixer: str | MixerSpec, layers: Iterable[int] | None = None) -> Any:
     """The same, but all that stays of the model is shared with it."""
     config: Any = model.config
+    adapted = any(hasattr(module, "base_layer") for module in model.modules())  # as in `quantize`
+    require(not adapted, "the model has adapters; expected model.merge_and_unload()")
     chosen = replaceable(config) if layers is None else sorted({*layers})
     changed = linear_config(config, mixer, chosen)
     parts = tuple(f"model.backbone.layers.{i}.mixer." for i in chosen)
