@@ -16,6 +16,7 @@ from headrace.tasks import IGNORED, Needle
 from headrace.tasks.needle import DEPTHS, NOISE, vocabulary
 from headrace.tasks.prepared import prepare
 from headrace.utils.errors import InputError
+from headrace.utils.plugins import LOADED, Plugin
 
 WORDS = wonderwords.RandomWord()._categories
 vocabulary()  # while wonderwords is whole
@@ -111,7 +112,7 @@ def test_a_changed_haystack_is_read_again(tmp_path):
         assert {*islice(pieces, 9)} == {*words.split()}
 
 
-def test_files_of_a_task_are_part_of_what_its_rows_are(tmp_path):
+def test_files_of_a_task_are_part_of_what_its_rows_are(tmp_path, monkeypatch):
     """A comparison went on with another tokenizer of the same name, and a training with other text."""
     found, hay = [], tmp_path / "hay.txt"
     task = Needle(2, haystack=str(hay), length=400, tokenizer=str(tmp_path / "tokenizer.json"))
@@ -120,8 +121,10 @@ def test_files_of_a_task_are_part_of_what_its_rows_are(tmp_path):
         tokenizer.train_bpe([PROSE, NOISE], size).save_pretrained(tmp_path)
         found.append(task.provenance)
     assert len({*map(str, found)}) == 3 and not Needle().provenance
+    monkeypatch.setitem(LOADED, "mine.py", Plugin("mine.py", "a" * 64))
     made = prepare(task, "needle", 2, 0, 1, tmp_path / "rows")
     assert made["sources"] == [{"name": "needle", **found[-1]}] == open_data(tmp_path / "rows").identity["sources"]
+    assert made["versions"]["plugin mine.py"] == "sha256 " + "a" * 12, "whose code may draw the rows"
 
 
 def test_longer_rows_have_more_hay():

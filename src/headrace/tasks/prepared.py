@@ -17,6 +17,7 @@ from ..data.preparation import versions, write_folder
 from ..files.memory import fitting
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError
+from ..utils.plugins import digests
 from .base import Sampled, Task, generator
 from .text import Text
 
@@ -43,10 +44,9 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
     sample = partial(_block, task=task, seed=seed, rows=rows)
     columns = Features({"input_ids": Sequence(Value("int32")), "shift_labels": Sequence(Value("int32"))})
     blocks = Dataset.from_dict({"block": range(-(-rows // BLOCK))})
-    processes = min(workers, len(blocks))
     drawn = blocks.map(
         sample, batched=True, batch_size=1, remove_columns=["block"], features=columns,
-        num_proc=processes if processes > 1 else None, desc="drawing rows",
+        num_proc=n if (n := min(workers, len(blocks))) > 1 else None, desc="drawing rows",
     )  # fmt: skip
     held_out = Dataset.from_dict({k: v.tolist() for k, v in task.held_out(HELD_OUT).items()}, features=columns)
     counts = {}
@@ -62,7 +62,7 @@ def _fill(task: Any, name: str, rows: int, seed: int, workers: int, folder: Path
         "length": task.length,
         "seed": seed,
         **counts,
-        "versions": versions(),
+        "versions": versions() | digests(),
     }
 
 
