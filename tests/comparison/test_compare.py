@@ -29,6 +29,7 @@ from headrace.comparison.page import write_report
 from headrace.comparison.plan import MATCHED, Plan, Study
 from headrace.comparison.run import complete
 from headrace.comparison.summary import summarize
+from headrace.data import tokenizer
 from headrace.files.provenance import claim
 from headrace.files.results import file_names, finite, read_result, restored, write_result
 from headrace.tasks import IGNORED, Digits, Induction, Masked, Pair, Reverse, Text
@@ -386,6 +387,18 @@ def test_a_text_that_changed_is_another_run(source, tmp_path):
         book.write_text(text)
         with pytest.raises(InputError, match="sha256") if raises else nullcontext():
             claim(tmp_path / "run", Study("s", "S", (plan,)).to_json())
+
+
+def test_widths_are_those_of_a_changed_tokenizer(tmp_path):
+    (tmp_path / "book.txt").write_text("one two " * 99)
+    task, found = Text((str(tmp_path / "book.txt"),), str(tmp_path / "tokenizer.json"), length=8), []
+    for words in (0, 5000):  # with the latter, models match without an MLP
+        tokens = tokenizer.train_bpe(["one two"], 300)
+        tokens.add_tokens([f"<{i}>" for i in range(words)])
+        tokens.save_pretrained(tmp_path)
+        widths = replace(SMALL, task=task, mixers=("retnet", "transformer"), shape=Shape(heads=4)).widths()
+        found.append({*widths.values()} == {None})
+    assert found == [False, True]
 
 
 def test_a_file_is_whole_or_absent(tmp_path):

@@ -131,7 +131,7 @@ class Plan:
         """Mixer -> MLP width. Gate parameters are not counted, so a mixer and its softmax version have equal widths."""
         specs = tuple(zoo.plain(zoo.get(mixer)) for mixer in self.mixers)
         reference = zoo.get(self.reference) if self.reference else None
-        return dict(zip(self.mixers, match(self, specs, reference), strict=True))
+        return dict(zip(self.mixers, match(self, specs, reference, self.task.vocab_size), strict=True))
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)
@@ -249,11 +249,11 @@ def answers(spec, task: Task) -> bool:
 
 # --- widths ----------------------------------------------------------------------------------------------------------
 @cache
-def match(plan: Plan, specs: tuple[Any, ...], reference: Any = None) -> tuple[int | None, ...]:
+def match(plan: Plan, specs: tuple[Any, ...], reference: Any = None, vocab_size: int = 0) -> tuple[int | None, ...]:
     """The MLP width for each spec; None for a model without an MLP of free width, such as an encoder-decoder RNN.
 
     reference: the spec whose number of parameters the models have, with the MLP of the plan; None: the largest model's.
-    InputError if a model has more than the reference with the narrowest MLP."""
+    vocab_size: the task's, by its files. InputError for a model larger than the reference with the narrowest MLP."""
     shape = plan.shape
     if shape.mlp == 0:
         return (None,) * len(specs)
