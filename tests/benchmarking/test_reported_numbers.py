@@ -1,7 +1,6 @@
 """Numbers of benchmarks, computed here a second time by hand."""
 
 import time
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -84,9 +83,10 @@ def test_layers_have_the_mlp_of_their_model():
 
 def test_time_is_per_token_and_the_first_round_warms_up(monkeypatch):
     decoded = []
-    decoder = SimpleNamespace(token=lambda: decoded.append(1))
-    monkeypatch.setattr(measure, "timed", lambda call, plan: call() or 0.5 * len(decoded))
-    assert measure.several(decoder, PLAN) == 0.5
+    with monkeypatch.context() as patched:
+        patched.setattr(measure, "clock", lambda plan: lambda: 0.5 * len(decoded))
+        assert measure.timed(lambda: decoded.append(1), PLAN, measure.TOKENS) == 0.5
+    assert len(decoded) == measure.TOKENS
     clock = iter(range(100))
     found = measure.taking_turns(["a", "b"], lambda name: next(clock), PLAN)
     assert found == {"a": {"seconds": [2, 4, 6]}, "b": {"seconds": [3, 5, 7]}}

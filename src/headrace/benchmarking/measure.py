@@ -108,7 +108,7 @@ def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
             decoder = Decoder(built(name, plan), point.batch)
             decoder.reach(point.length)
             decoders[name], about[name] = decoder, {"how": decoder.how, "bytes": decoder.state_bytes()}
-        return several(decoders[name], plan)
+        return timed(decoders[name].token, plan, TOKENS)
 
     measured = taking_turns(plan.models, turn, plan)
     return {name: measured[name] | about.get(name, {}) for name in plan.models}
@@ -119,16 +119,6 @@ def too_large(needed: int, memory: int) -> str | None:
     if needed * SHARE <= memory:
         return None
     return f"its cache needs {needed / 2**30:.1f} GiB, more than 1/{SHARE} of {memory / 2**30:.1f} GiB of free memory"
-
-
-def several(decoder: Decoder, plan: BenchPlan) -> float:
-    """Seconds per token, the mean over TOKENS tokens."""
-
-    def tokens() -> None:
-        for _ in range(TOKENS):
-            decoder.token()
-
-    return timed(tokens, plan) / TOKENS
 
 
 def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
@@ -212,13 +202,15 @@ def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Bench
     return measured
 
 
-def timed(call: Callable[[], Any], plan: BenchPlan) -> float:
+def timed(call: Callable[[], Any], plan: BenchPlan, times: int = 1) -> float:
+    """Seconds of a call, the mean over so many."""
     now = clock(plan)
     synchronize(plan)
     start = now()
-    call()
+    for _ in range(times):
+        call()
     synchronize(plan)
-    return now() - start
+    return (now() - start) / times
 
 
 def clock(plan: BenchPlan) -> Callable[[], float]:

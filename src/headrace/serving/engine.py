@@ -174,7 +174,9 @@ class Engine:
                     self._arrive(self.arrivals.get())
                 self._take_turn()
                 if self.long:
-                    self._read_long(self.long.popleft())
+                    self.resumed = perf_counter()  # from here on, `_between_layers` gives turns to the others
+                    self._read([self.long.popleft()])
+                    self.resumed = inf
 
     def _take_turn(self) -> None:
         """Processes short prompts and generates a token of each stream."""
@@ -232,12 +234,6 @@ class Engine:
                 tokens += len(prompt.tokens)
         self.prompts = deque(prompt for prompt in self.prompts if prompt not in chosen)
         return chosen
-
-    def _read_long(self, prompt: Prompt) -> None:
-        """Processes a piece of a long prompt, with turns of the others between its layers."""
-        self.resumed = perf_counter()
-        self._read([prompt])
-        self.resumed = inf
 
     def _between_layers(self) -> None:
         """A turn of the others, for at most half of the time while a long prompt is processed."""

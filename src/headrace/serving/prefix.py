@@ -131,7 +131,10 @@ class PrefixCache:
             self.kept[prefix], prefix.saved, prefix.logits = size, saved, logits
             self.use(prefix)
             while self.bytes > self.capacity:
-                self._evict()
+                oldest, freed = self.kept.popitem(last=False)
+                oldest.saved = oldest.logits = None
+                self.bytes -= freed
+                self.evictions += 1
         return saved
 
     def use(self, prefix: Prefix) -> None:
@@ -144,12 +147,6 @@ class PrefixCache:
             if not parts or prefix.parent is None:
                 break
             prefix = prefix.parent
-
-    def _evict(self) -> None:
-        prefix, size = self.kept.popitem(last=False)
-        prefix.saved = prefix.logits = None
-        self.bytes -= size
-        self.evictions += 1
 
 
 @torch.inference_mode()
