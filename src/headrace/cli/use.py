@@ -290,8 +290,7 @@ def export(options: ExportOptions) -> None:
 
     to, own = options.to, {name: getattr(options, name) for name in ("weights", "opset", "libraries")}
     given = {name: value for name, value in own.items() if value is not None}
-    extra = FORMATS[to].extra if to in FORMATS else "models"
-    with new_checkpoint(options.output) as folder, needing(extra, f"export --to {to}"):
+    with new_checkpoint(options.output) as folder, needing(FORMATS.get(to, "models"), f"export --to {to}"):
         source = fetched(options.checkpoint)
         sentence = writer(to, given)(source, folder)
         _copy(source, folder)

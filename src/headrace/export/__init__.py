@@ -4,22 +4,14 @@ import inspect
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..utils.errors import InputError, require
 
-
-class Format(NamedTuple):
-    """A format: the module of this package that writes it, and the extra that installs what the module imports.
-
-    The module has a function `export(checkpoint, folder, **options) -> sentence`, which writes the files of the format
-    into an empty folder and says what it wrote. Its options have defaults."""
-
-    module: str
-    extra: str
-
-
-FORMATS = {"onnx": Format("onnx", "onnx"), "web": Format("web", "onnx"), "gguf": Format("gguf", "gguf")}
+# A format, which is also the name of the module that writes it -> the extra that installs what the module imports.
+# The module has a function `export(checkpoint, folder, **options) -> sentence`, which writes the files of the format
+# into an empty folder and says what it wrote. Its options have defaults.
+FORMATS = {"onnx": "onnx", "web": "onnx", "gguf": "gguf"}
 
 
 def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:
@@ -27,7 +19,7 @@ def writer(to: str, options: dict[str, Any]) -> Callable[[Path, Path], str]:
 
     Raises InputError for an unknown format, and for an option that the format does not have."""
     require(to in FORMATS, f"--to {to!r} is unknown; expected one of {', '.join(FORMATS)}")
-    run = import_module(f".{FORMATS[to].module}", __package__).export
+    run = import_module(f".{to}", __package__).export
     known = [f"--{name}" for name in list(inspect.signature(run).parameters)[2:]]
     for name in options:
         if f"--{name}" not in known:
