@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -96,22 +96,16 @@ def collect(study: Study, arms: list[Row], trials: list[Row]) -> dict[str, Any]:
 
 
 # --- the time that it will take --------------------------------------------------------------------------------------
-class Seconds(NamedTuple):
-    """Seconds of a training step, and of all else that an arm takes: building, rows and evaluations."""
-
-    step: float
-    rest: float
-
-
-def timed(arm: Arm, device: str) -> Seconds:
-    """Trains an arm for STEPS steps, on one thread as workers do."""
+def timed(arm: Arm, device: str) -> tuple[float, float]:
+    """Seconds of a training step, and of all else that an arm takes: building, rows and evaluations. Trains an arm for
+    STEPS steps, on one thread as workers do."""
     if device != "cpu":
         torch.accelerator.set_device_index(torch.device(device).index or 0)
     recipe = replace(arm.recipe, steps=STEPS)
     with Threads(1):
         _, result = train(replace(arm, plan=replace(arm.plan, recipe=recipe)), lambda step, scores: None, device)
     step = recipe.batch_size * arm.task.length / median(result["speeds"])
-    return Seconds(step, max(result["seconds"] - STEPS * step, 0.0))
+    return step, max(result["seconds"] - STEPS * step, 0.0)
 
 
 def duration(study: Study, folder: Path, workers: Sequence[str]) -> tuple[int, float]:
@@ -121,11 +115,11 @@ def duration(study: Study, folder: Path, workers: Sequence[str]) -> tuple[int, f
     if not pending:
         return 0, 0.0
     timed(pending[0], workers[0])  # imports, and what PyTorch prepares once
-    by_task: dict[Task, Seconds] = {}
+    by_task: dict[Task, tuple[float, float]] = {}
     for arm in pending:
         if arm.task not in by_task:
             by_task[arm.task] = timed(arm, workers[0])
-    total = sum(arm.recipe.steps * by_task[arm.task].step + by_task[arm.task].rest for arm in pending)
+    total = sum(arm.recipe.steps * step + rest for arm in pending for step, rest in [by_task[arm.task]])
     return len(pending), total / min(len(workers), len(pending))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,15 +67,10 @@ class Keep:
         return changed
 
 
-class Linearized(NamedTuple):
-    model: HeadraceForCausalLM
-    report: dict[str, Any]
-
-
 def imitate(
     model: Any, mixer: str, keep: Keep, data: PackedData, settings: Transfer, folder: Path,
     device: torch.device, tell: Tell, threads: int | None = None,
-) -> Linearized:  # fmt: skip
+) -> tuple[HeadraceForCausalLM, dict[str, Any]]:  # fmt: skip
     """Makes attention layers of a model linear, and trains them to imitate attention.
 
     Args:
@@ -112,7 +107,7 @@ def imitate(
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
     states = {n: {"original": state_bytes(model.config, n), "linear": state_bytes(linear.config, n)} for n in CONTEXTS}
-    return Linearized(linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "state_bytes": states})
+    return linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "state_bytes": states}
 
 
 def fingerprint(model: nn.Module) -> str:
