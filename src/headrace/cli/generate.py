@@ -74,7 +74,9 @@ def generate(
     _leave_out_other_searches(model.generation_config)
     tokenizer = read_tokenizer(checkpoint)
     cache, ids = resumed(resume, model)
-    ids = _with_prompt(ids, cache, tokenizer(prompt, add_special_tokens=resume is None).input_ids, model)
+    ids = torch.cat([ids, ids.new_tensor([tokenizer(prompt, add_special_tokens=resume is None).input_ids])], 1)
+    require(ids.shape[1] > cache.columns, "the prompt has no tokens; expected some text")
+    check_tokens(ids, model)
     if draft is not None:
         sampling["assistant_model"] = _draft(draft, model, tokenizer, weights)
     if seed is not None:
@@ -124,14 +126,6 @@ def _timed(model: Any, threads: int | None, drafted: bool) -> AbstractContextMan
     """Sets PyTorch's threads within the block; None: they are as they are, on a GPU and, without a number, for tokens
     that a draft proposes, whose times are not alike."""
     return nullcontext() if model.device.type != "cpu" or (drafted and threads is None) else Threads(threads)
-
-
-def _with_prompt(ids: Tensor, cache: HeadraceCache, prompt: list[int], model: Any) -> Tensor:
-    """The tokens of a state and a prompt, [1, L]. InputError if there is none to read, or one that the model lacks."""
-    ids = torch.cat([ids, ids.new_tensor([prompt])], 1)
-    require(ids.shape[1] > cache.columns, "the prompt has no tokens; expected some text")
-    check_tokens(ids, model)
-    return ids
 
 
 def _proposals(cache: HeadraceCache, new: int) -> dict[str, float]:

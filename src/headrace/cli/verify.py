@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import typer
 from rich.table import Table
@@ -73,7 +72,11 @@ def _verify_mixers(options: VerifyOptions) -> bool:
     with interruptible("the checks so far are printed above"), telling(console) as tell:
         for name in track(names, "mixer", tell):
             checked = verify([name], device, precision, backends=chosen)
-            console.print(_table(name, checked))
+            shown = Table("law", "relative error", "tolerance", "", title=name, title_justify="left")
+            for row in checked:
+                mark = Text("holds") if row.holds else Text("BROKEN", "red")
+                shown.add_row(row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
+            console.print(shown)
             rows += checked
             if device_failed(device, checked):
                 console.print(f"{device} computes nothing any more after this error; the other checks are left out")
@@ -120,14 +123,6 @@ def _verify_targets(options: VerifyOptions) -> bool:
     if options.as_json:
         print(json.dumps(records, indent=2, allow_nan=False))
     return failed
-
-
-def _table(mixer: str, rows: list[Any]) -> Table:
-    table = Table("law", "relative error", "tolerance", "", title=mixer, title_justify="left")
-    for row in rows:
-        mark = Text("holds") if row.holds else Text("BROKEN", "red")
-        table.add_row(row.law, f"{row.error:.1e}", f"{row.tolerance:.0e}", mark)
-    return table
 
 
 def backends() -> None:

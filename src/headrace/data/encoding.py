@@ -138,7 +138,8 @@ class Encoder:
         sizes = self.sizes[numbers]
         ends = np.cumsum(sizes)
         begins = np.repeat(self.begins[numbers] - (ends - sizes), sizes)
-        return self.flat[begins + np.arange(len(begins))], _sums(ends, np.array([len(tokens) for tokens in pieces]))
+        totals = np.concatenate([[0], ends])[np.cumsum([len(tokens) for tokens in pieces])]
+        return self.flat[begins + np.arange(len(begins))], np.diff(totals, prepend=0)
 
     def _whole(self, texts: list[str]) -> Iterator[list[int]]:
         return (encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
@@ -162,9 +163,3 @@ class _Numbers(dict[str, int]):
     def __missing__(self, piece: str) -> int:
         self[piece] = number = len(self)
         return number
-
-
-def _sums(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """The sums of consecutive groups of `counts` numbers, whose running sums are `ends`."""
-    totals = np.concatenate([[0], ends])[np.concatenate([[0], np.cumsum(counts)])]
-    return np.diff(totals)

@@ -86,12 +86,9 @@ def read_checkpoint(path: str, device: str, threads: int | None = None) -> Check
         own = "`headrace convert` may make a checkpoint of headrace of it"
         with reading(f"checkpoint {path!r} cannot be computed by transformers on {device} ({own})"), torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=device))
-    timed = ThreadsBySize(threads, _say) if model.device.type == "cpu" else None
+    on_cpu = model.device.type == "cpu"
+    timed = ThreadsBySize(threads, lambda line: tqdm.write(f"threads: {line}", file=sys.stderr)) if on_cpu else None
     return Checkpoint(path, model, tokenizer, timed)
-
-
-def _say(line: str) -> None:
-    tqdm.write(f"threads: {line}", file=sys.stderr)
 
 
 def read_model(path: str) -> Any:

@@ -54,9 +54,6 @@ class EvaluationPlan:
         content = asdict(self) | {"lengths": list(self.lengths)}
         return Claim(content, set(defaults(self)), made={"lm_eval": lm_eval.__version__})
 
-    def check(self) -> None:
-        require(self.data is None or Path(self.data).is_dir(), f"--data={self.data!r}; expected a folder")
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -84,7 +81,7 @@ def evaluate(
     Raises:
         InputError: a checkpoint or file cannot be read, or no item can be run.
     """
-    plan.check()
+    require(plan.data is None or Path(plan.data).is_dir(), f"--data={plan.data!r}; expected a folder")
     models = named(paths)
     with engine.claimed(output, plan.claim()), removed_after_errors(output / "rows"):
         rows, missing = find_rows(items(plan.suite, list(plan.lengths)), plan, output / "rows")

@@ -113,7 +113,9 @@ def recording(mixer: Any, records: list[Recorded], layer: int | None, place: str
         hooks.enter_context(mixer.register_forward_pre_hook(begin))
         hooks.enter_context(asking(read))
         if calls_often(mixer):
-            hooks.enter_context(mixer.recur.module(mixer).register_forward_pre_hook(partial(keep_tensors, records)))
+            recurrence = mixer.recur.module(mixer)  # whose second argument is the tensors
+            keep = recurrence.register_forward_pre_hook(lambda _, args: records[-1].calls.append((args[1], None)))
+            hooks.enter_context(keep)
         for gate in ("write", "read"):
             if (competition := getattr(mixer, f"{gate}_competition", None)) is not None:
                 hooks.enter_context(competition.register_forward_hook(partial(keep_gate, records, gate)))
@@ -128,10 +130,6 @@ def recording(mixer: Any, records: list[Recorded], layer: int | None, place: str
 def calls_often(mixer: Any) -> bool:
     """Whether a linear mixer calls the op several times for the same tokens."""
     return isinstance(mixer, LinearMixer) and type(mixer) is not LinearMixer and isinstance(mixer.recur, ModuleRecur)
-
-
-def keep_tensors(records: list[Recorded], recurrence: Any, args: Any) -> None:
-    records[-1].calls.append((args[1], None))
 
 
 def keep_gate(records: list[Recorded], gate: str, competition: Any, args: Any, log_gates: Tensor) -> None:

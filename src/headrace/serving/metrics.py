@@ -12,17 +12,14 @@ SECONDS = 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100  # bounds of the
 
 
 class Metrics:
-    """open_requests, running: functions that return the present numbers."""
+    """opened, running: functions that return the present numbers, of requests and of streams."""
 
-    def __init__(self, open_requests: Callable[[], int], running: Callable[[], int], prefixes: PrefixCache):
+    def __init__(self, opened: Callable[[], int], running: Callable[[], int], prefixes: PrefixCache):
         self.registry = registry = CollectorRegistry()
         self.prefixes = prefixes
         registry.register(self)  # for `collect`
-        for name, what, value in (
-            ("headrace_requests_open", "Requests that are not answered yet", open_requests),
-            ("headrace_streams_running", "Streams that get tokens", running),
-        ):
-            Gauge(name, what, registry=registry).set_function(value)
+        Gauge("headrace_requests_open", "Requests that are not answered yet", registry=registry).set_function(opened)
+        Gauge("headrace_streams_running", "Streams that get tokens", registry=registry).set_function(running)
         self.prompt = Counter("headrace_prompt_tokens", "Tokens of prompts", registry=registry)
         self.generated = Counter("headrace_generated_tokens", "Generated tokens", registry=registry)
         self.first = Histogram(

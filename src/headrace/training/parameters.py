@@ -29,10 +29,7 @@ def undecayed(module: nn.Module) -> list[str]:
     return [name for name, p in module._parameters.items() if p is not None and (p.dim() <= 1 or name in named)]
 
 
-GateInit = Literal["normal", "orthogonal"]
-
-
-def initialize_gates(model: Any, std: float, kind: GateInit) -> Any:
+def initialize_gates(model: Any, std: float, kind: Literal["normal", "orthogonal"]) -> Any:
     """Draws the score weights of all competition gates with standard deviation `std`, and returns the model; 0 leaves
     them at zero. "orthogonal" makes those of the heads orthogonal vectors, with the expected norm of "normal" ones."""
     for module in model.modules():

@@ -65,7 +65,8 @@ def load_weights(model: Any, folder: Path) -> None:
     """Loads the safetensors of a folder into a model. All processes must call it; a sharded model's are read by process
     0 alone. InputError if a weight is not there."""
     sharded = is_sharded(model)
-    weights = _read(folder) if not sharded or dist.get_rank() == 0 else {}
+    files = sorted(folder.glob("*.safetensors")) if not sharded or dist.get_rank() == 0 else []
+    weights: dict[str, Any] = {name: x for file in files for name, x in load_file(file).items()}
     missing = [sorted({*model.state_dict()} - {*weights} - _tied(model))]
     if sharded:
         dist.broadcast_object_list(missing)
@@ -75,10 +76,6 @@ def load_weights(model: Any, folder: Path) -> None:
         set_model_state_dict(model, weights, options=options)
     else:
         model.load_state_dict(weights, strict=False)
-
-
-def _read(folder: Path) -> dict[str, Any]:
-    return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}
 
 
 def _tied(model: Any) -> set[str]:

@@ -173,7 +173,8 @@ def transfer(
     given, diverged = (imitation, data, settings, device), f"the training diverged with --lr={settings.lr:g}"
     zero = "layer {} gives 0, or numbers that are not finite; expected it among --keep"
     before = {i: _finite(error, zero.format(i)) for i, error in errors(*given).items()}
-    first, windows = _resumed(updates, folder), windows_of(imitation)
+    windows = [x.near for x in imitation.layers.values() if isinstance(x, WindowedMixer) and x.summands]
+    first = _resumed(updates, folder)
     with timed_steps(device, threads) as took:
         left = enumerate(batches(data, settings, device, first), first + 1)
         for step, batch in islice(left, settings.steps - first):
@@ -192,11 +193,6 @@ def transfer(
 def _finite(error: float, cause: str) -> float:
     require(math.isfinite(error), f"the error of the layers is {error}: {cause}")
     return error
-
-
-def windows_of(imitation: Imitation) -> list[nn.Module]:
-    """Returns the windows of the new layers that have one."""
-    return [x.near for x in imitation.layers.values() if isinstance(x, WindowedMixer) and x.summands]
 
 
 def drops_windows(settings: Transfer, step: int) -> bool:

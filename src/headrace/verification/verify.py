@@ -114,7 +114,7 @@ def laws(name: str, device: str, dtype: torch.dtype, seed: int, backends: Sequen
         yield from rows_of_check(Row(name, law, 0.0, tolerance), partial(forward_error, way, tested, x, truth.y))
     yield from rows_of_check(
         Row(name, "gradients", 0.0, 10 * tolerance),
-        lambda: [worst(gradients(at_once, tested, x), truth.gradients)],
+        lambda: [worst(differentiated(at_once, tested, x)[1], truth.gradients)],
     )
     if linear:
         yield from backend_laws(name, device, dtype, seed, chosen)
@@ -145,7 +145,7 @@ def block_errors(block: nn.Module, truth: Exact) -> list[float]:
     x = truth.x.to(next(block.parameters()))
     with torch.no_grad():
         out, tokens = at_once(block, x), decoded(block, x)
-    computed = gradients(at_once, block, x)
+    _, computed = differentiated(at_once, block, x)
     return [relative(out, truth.y), worst(computed, truth.gradients), relative(tokens, truth.y)]
 
 
@@ -277,7 +277,3 @@ def differentiated(way: Way, mixer: nn.Module, x: Tensor) -> tuple[Tensor, list[
     x = x.clone().requires_grad_()
     y = way(mixer, x)
     return y.detach(), list(torch.autograd.grad((y * weight.to(x)).sum(), [x, *mixer.parameters()]))
-
-
-def gradients(way: Way, mixer: nn.Module, x: Tensor) -> list[Tensor]:
-    return differentiated(way, mixer, x)[1]

@@ -10,7 +10,7 @@ import torch
 
 from .. import errors as shared
 from . import adapters, laws
-from .check import LAWS, Case, Verdict
+from .check import LAWS, Verdict
 from .targets import Target
 
 HEAD = """\
@@ -74,15 +74,11 @@ def table(verdicts: Iterable[Verdict]) -> list[tuple[str, ...]]:
             v.verdict,
             "" if v.error is None else f"{v.error:.0e}",
             "" if v.tolerance is None else f"{v.tolerance:.0e}",
-            "" if v.case is None else described(v.case),
+            "" if v.case is None else "B={} T={} at={}".format(*v.case),
             v.note,
         )
         for v in verdicts
     ]
-
-
-def described(case: Case) -> str:
-    return f"B={case.B} T={case.T} at={case.at}"
 
 
 def as_json(target: Target, verdicts: Iterable[Verdict], seed: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
