@@ -1,6 +1,7 @@
 import gc
 import hashlib
 import json
+import logging
 import os
 import re
 import sys
@@ -38,6 +39,7 @@ THREADS = int(os.environ.get("HEADRACE_TEST_THREADS", "1"))
 # Packages without which tests are skipped: of the extras, and those that [dev] alone installs.
 OPTIONAL = {name for names in EXTRAS.values() for name in names}
 OPTIONAL |= {"httpx", "openai", "peft", "rwkv", "sphinx", "triton", "trl", "zstandard"}
+logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)  # on a busy machine it tells of its first cache
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
 
