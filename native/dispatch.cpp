@@ -33,7 +33,7 @@ struct Choice {
 Choice choose() {
 #if defined(__x86_64__)
     const char* asked = std::getenv("HEADRACE_ISA");
-    const std::string_view limit = asked ? asked : "avx512bf16";
+    const std::string_view limit = asked && *asked ? asked : "avx512bf16";
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 #if defined(HR_AVX512BF16)

@@ -375,7 +375,7 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
         )
         assert f"{nats:.3f}" in page and added["nats"]["transferred"] != nats != added["nats"]["original"]
     other = run_command("linearize", folder, "--data", tmp_path / "data-128", *beside[4:])
-    assert other.code == 2 and "data-128" in other.err and "expected the same rows" in other.err
+    assert other.code == 2 and "data-128" in other.err and "has other rows than" in other.err
     kinds = load(out).config.layer_types
     assert kinds.count("linear_attention") == 1
     for run, longest in {"out-whole": 64, "out-128": 128, "alone": 128}.items():
@@ -495,6 +495,8 @@ def test_models_beside_need_a_report(folder, prepared, tmp_path, run_command):
     words = [folder, "--data", prepared, "--output", tmp_path / "out", "--beside"]
     result = run_command("linearize", *words, folder)
     assert result.code == 2 and "linearize.json" in result.err and not (tmp_path / "out").exists()
+    result = run_command("linearize", *words, folder, "--machine", "1xH100")
+    assert result.code == 2 and "--machine has no effect with --beside" in result.err
     result = run_command("linearize", *words, tmp_path / "nothing")
     assert result.code == 2 and "nothing" in result.err
 

@@ -8,11 +8,11 @@ from typing import Any
 from rich.table import Table
 
 from .. import zoo
-from ..files.processes import resumed_folder
+from ..files.processes import locked, resumed_folder
 from ..spec.linear import MixerSpec
 from ..utils.errors import InputError, require
 from ..utils.integrity import digest, write_json
-from .console import Checkpoint, Device, NewFolder, Threads, interruptible, telling, terminal
+from .console import Checkpoint, Device, NewFolder, Threads, interruptible, refuse_idle, telling, terminal
 from .options import setting, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
@@ -101,7 +101,9 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
                     f"{model}"
                 )
         if one.beside:
-            return _compare(one, data, device)
+            refuse_idle("with --beside", machine=one.machine)
+            with locked(one.output):
+                return _compare(one, data, device)
         changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
         if one.machine is not None:
             needed = costs(config, one.mixer, changed, settings, data.manifest["length"])
@@ -144,8 +146,7 @@ def next_commands(one: LinearizeOptions, length: int, config: Any) -> dict[str, 
 
 
 def _compare(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
-    """Measures the loss of the models of --beside as that of the report's, and writes the report with theirs. name: of
-    the device."""
+    """Measures the losses of --beside as those of the report, and writes it with them. name: of the device."""
     import torch
 
     from ..convert.checkpoint import load
@@ -157,8 +158,7 @@ def _compare(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
     path, device = one.output / REPORT, torch.device(name)
     report = read_json(path, {"nats": {}, "removed": {}, "measured": MEASURED})
     settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
-    same = report["measured"] == measured(settings, data)
-    require(same, f"--data {str(one.data)!r} is not the data of {str(path)!r}; expected the same rows")
+    require(report["measured"] == measured(settings, data), f"--data {str(one.data)!r} has other rows than {str(path)!r}")
     report["beside"] = {}
     with telling(terminal()) as say, timed_steps(device, one.threads or 1):
         for other in one.beside or ():

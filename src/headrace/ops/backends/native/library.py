@@ -35,8 +35,7 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     """Returns (the library, its instruction set on this machine), or (None, why the library is not available).
 
     The environment variable HEADRACE_LIBRARY names the file of another build; HEADRACE_ISA limits the instructions."""
-    named = os.environ.get("HEADRACE_LIBRARY")
-    isa = os.environ.get("HEADRACE_ISA") or os.environ.pop("HEADRACE_ISA", "") or ISAS[0]  # the library reads it too
+    named, isa = os.environ.get("HEADRACE_LIBRARY"), os.environ.get("HEADRACE_ISA") or ISAS[0]
     require(isa in ISAS, f"HEADRACE_ISA={isa!r} is unknown; expected one of {', '.join(ISAS)}")
     resource = Path(named) if named else files("headrace") / "libheadrace.so"
     require(not named or resource.is_file(), f"HEADRACE_LIBRARY={named!r} is not a file; expected a native library")
