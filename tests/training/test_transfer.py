@@ -375,7 +375,7 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
         )
         assert f"{nats:.3f}" in page and added["nats"]["transferred"] != nats != added["nats"]["original"]
     other = run_command("linearize", folder, "--data", tmp_path / "data-128", *beside[4:])
-    assert other.code == 2 and "data-128" in other.err and "has other rows than" in other.err
+    assert other.code == 2 and "data-128" in other.err and "is not that of" in other.err
     kinds = load(out).config.layer_types
     assert kinds.count("linear_attention") == 1
     for run, longest in {"out-whole": 64, "out-128": 128, "alone": 128}.items():

@@ -158,7 +158,7 @@ def _compare(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
     path, device = one.output / REPORT, torch.device(name)
     report = read_json(path, {"nats": {}, "removed": {}, "measured": MEASURED})
     settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
-    require(report["measured"] == measured(settings, data), f"--data {str(one.data)!r} has other rows than {str(path)!r}")
+    require(report["measured"] == measured(settings, data), f"--data {str(one.data)!r} is not that of {str(path)!r}")
     report["beside"] = {}
     with telling(terminal()) as say, timed_steps(device, one.threads or 1):
         for other in one.beside or ():
