@@ -12,7 +12,6 @@ import torch
 from headrace.benchmarking import measure
 from headrace.benchmarking.plan import BenchPlan, Point
 from headrace.files.devices import SLOW, UNSEEN, all_devices, note_speed, on_device, see_only
-from headrace.files.environment import this_process
 from headrace.files.workers import place_workers
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
@@ -128,9 +127,7 @@ def test_a_measurement_names_its_device_beside_a_gpu(device, name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: f"GPU {device}")
     monkeypatch.setattr(measure, "measure", lambda point, plan: {})
-    this_process.cache_clear()
     result = measure.record(Point("training", 8), None, BenchPlan((), device=device))
-    this_process.cache_clear()
     assert result["environment"]["device"] == name
 
 

@@ -77,9 +77,9 @@ def describe(
     loss, guesses, chances = predictions(model, hidden, ids)
     vocabulary = {i: tokenizer.decode([i]) for i in {*ids, *guesses.flatten().tolist()}}
     return {
-        "ids": ids, "vocabulary": vocabulary, "loss": pack(loss), "mean": float(loss[1:].mean()),
-        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": sentences, "rules": RULES,
-        "parameters": sum(p.numel() for p in model.parameters()), "environment": environment(str(model.device)),
+        "ids": ids, "vocabulary": vocabulary, "loss": pack(loss), "mean": float(loss[1:].mean()), "rules": RULES,
+        "guesses": guesses.tolist(), "chances": pack(chances), "layers": shown, "findings": sentences,
+        "parameters": model.num_parameters(), "environment": environment(str(model.device)) | {"backend": "auto"},
     }  # fmt: skip
 
 
