@@ -2,7 +2,6 @@
 
 import itertools
 import multiprocessing
-import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -341,6 +340,12 @@ print(native.instructions)
         assert found in (isa, "avx2", "portable")  # the machine may have less
 
 
+def test_an_empty_limit_of_the_instruction_set_is_none():
+    script = "from headrace.ops.backends.native import library; print(library.instructions)"
+    best, empty = (fresh.run(script, HEADRACE_ISA=isa).stdout for isa in ("avx512bf16", ""))
+    assert empty == best != ""
+
+
 # --- what it refuses, and what is said of it -----------------------------------------------------------------------
 
 
@@ -392,8 +397,6 @@ def test_missing_library_has_a_reason(monkeypatch, tmp_path):
     assert "installed without its native kernels: no C++ compiler" in native._load()[1]
     (tmp_path / "libheadrace.so").write_text("no library")
     assert "its library cannot be loaded" in native._load()[1]
-    monkeypatch.setenv("HEADRACE_ISA", "")  # is no value, for the library neither
-    assert "its library cannot be loaded" in native._load()[1] and "HEADRACE_ISA" not in os.environ
     monkeypatch.setenv("HEADRACE_LIBRARY", torch._C.__file__)  # of another program
     assert "its library cannot be loaded" in native._load()[1]
     monkeypatch.setenv("HEADRACE_LIBRARY", "/nowhere.so")
