@@ -52,8 +52,8 @@ class LinearizeOptions:
     held_out: int = setting("Held-out rows on which the errors and losses are measured.", 16)
     seed: int = setting("Random seed of new weights and of the order of the rows.", 0)
     beside: list[str] | None = setting(
-        "Models for the losses of OUTPUT/report.html, once it is there: OUTPUT trained as a whole, the checkpoint "
-        "trained on the same rows. Repeatable.",
+        "Adds the held-out loss of this model to the report of an existing OUTPUT, as of OUTPUT trained as a whole, or "
+        "of CHECKPOINT trained on the same rows. Repeatable.",
         show_default=False,
     )
     device: Device = None
@@ -82,8 +82,8 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
     once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows how well each
     layer imitates, what the model loses without it, the state and speed of both models, and the commands that train the
-    model as a whole; OUTPUT/linearize.json has the numbers. With --beside nothing trains: losses of further models join
-    the report."""
+    model as a whole; OUTPUT/linearize.json has the numbers. With --beside nothing trains: the held-out losses of these
+    models are added to the report."""
     from ..convert.checkpoint import fetched, read_config, read_tokenizer
     from ..data import open_data
     from ..files.devices import on_device
@@ -159,7 +159,7 @@ def _compare(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
     report = read_json(path, {"nats": {}, "removed": {}, "measured": MEASURED})
     settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
     require(report["measured"] == measured(settings, data), f"--data {str(one.data)!r} is not that of {str(path)!r}")
-    report["beside"] = {}
+    report.setdefault("beside", {})
     with telling(terminal()) as say, timed_steps(device, one.threads or 1):
         for other in one.beside or ():
             say(f"loss of {other}")
