@@ -104,10 +104,8 @@ def module_spec(name: str, module: type[nn.Module], plugin: Plugin) -> ModuleSpe
         if p.name in ("hidden_size", "num_heads", *GIVEN) or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL):
             continue
         hint = hints.get(p.name, type(p.default))
-        taken = hasattr(ModuleSpec, p.name) or p.name in (
-            "type",
-            *ModuleSpec.__annotations__,
-        )  # "type" is the key in JSON
+        reserved = {"type", *ModuleSpec.__annotations__}  # "type" is the key in JSON
+        taken = hasattr(ModuleSpec, p.name) or p.name in reserved
         if p.default is p.empty or not all(map(_is_plain, alternatives(hint))) or taken:
             raise InputError(
                 f"the argument {str(p)!r} of {module.__name__} cannot be a setting; expected a "
