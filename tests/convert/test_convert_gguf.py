@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from headrace import InputError, load
 from headrace.cli.app import app
 from headrace.convert import import_gguf
-from headrace.convert.checkpoint import read_tokenizer
+from headrace.convert.checkpoint import read_config, read_tokenizer
+from headrace.data import open_data
 from headrace.data.tokenizer import END, train_bpe
+from headrace.files.checks import read_json
 
 gguf = pytest.importorskip("gguf", reason='pip install "headrace[gguf]"')
 from headrace.convert.vocabulary import SPLITS, tokenizer_of  # noqa: E402
@@ -357,11 +359,53 @@ def test_type_without_a_reader_is_refused(small, tmp_path):
         import_gguf(path)
 
 
-@pytest.mark.parametrize("command", [["generate", "--prompt", "It"], ["convert", "--to", "llama", "--output", "x"]])
-def test_other_commands_name_the_conversion(command, small, tmp_path, monkeypatch):
+def test_every_command_takes_a_file_for_a_checkpoint(tmp_path, monkeypatch):
+    """It answers as the folder does that `convert` makes of it."""
+    monkeypatch.chdir(tmp_path)
+    release(tmp_path / "model.gguf", max_position_embeddings=256)
+    (tmp_path / "text.txt").write_text("the dogs and the cats sat on the mat. " * 300)
+
+    def run(*arguments):
+        done = CliRunner().invoke(app, [str(x) for x in arguments])
+        assert done.exit_code == 0, (arguments, done.output, done.exception)
+        return done.stdout
+
+    run("convert", "model.gguf", "--output", "folder")
+    both = "model.gguf", "folder"
+    ours, converted = (read_config(x) for x in both)
+    assert ours.stack == converted.stack and ours.dtype == converted.dtype and ours.vocab_size == converted.vocab_size
+    tokens = ("--prompt", "the cats", "--temperature", "0", "--max-new-tokens", "4", "--json")
+    assert len({str(json.loads(run("generate", x, *tokens))["tokens"]) for x in both}) == 1
+    for x in both:
+        run("prepare", "text.txt", "--tokenizer", x, "--length", 32, "--held-out", "0.2", "--output", f"{x}-data")
+    assert len({str(open_data(tmp_path / f"{x}-data").identity) for x in both}) == 1
+    data = "--data", "folder-data"
+    run("linearize", "model.gguf", *data, "--keep", "none", "--steps", 1, "--rows", 1, "--output", "linear")
+    run("train", "laptop-5m", "mixer=checkpoint", "weights=linear", "teacher=model.gguf", "tokens=32",
+        "batch_tokens=32", "micro_batch=1", *data, "--output", "whole")  # fmt: skip
+    run("linearize", "model.gguf", *data, "--output", "linear", "--beside", "whole/model", "--beside", "model.gguf")
+    report = read_json(tmp_path / "linear" / "linearize.json")
+    assert report["beside"]["model.gguf"] == pytest.approx(report["nats"]["original"], rel=1e-5)
+    run("bench", "--mixers", "./model.gguf", "--what", "memory", "--output", "bench")
+
+
+def test_an_evaluation_takes_a_file_for_a_checkpoint(small, tmp_path):
+    pytest.importorskip("lm_eval", reason='pip install "headrace[eval]"')
+    from headrace.evaluation.checkpoint import fingerprint, read_checkpoint
+
+    path = written(tmp_path / "model.gguf", *small)
+    read = read_checkpoint(str(path), "cpu", 1)
+    assert read.tokenizer("cats").input_ids == read_tokenizer(path)("cats").input_ids and read.trained_length
+    before = fingerprint(str(path))
+    written(path, small[0] | {"llama.rope.freq_base": 77.0}, small[1])
+    assert fingerprint(str(path)) != before
+
+
+def test_an_export_names_the_conversion(small, tmp_path, monkeypatch):
+    """As a folder of ONNX has files of a tokenizer, of which a GGUF file has none."""
     monkeypatch.chdir(tmp_path)
     written(tmp_path / "model.gguf", *small)
-    done = CliRunner().invoke(app, [command[0], "model.gguf", *command[1:]])
+    done = CliRunner().invoke(app, ["export", "model.gguf", "--to", "onnx", "--output", "x"])
     assert isinstance(done.exception, InputError)
     assert str(done.exception) == (
         "'model.gguf' is a GGUF file; convert it first: headrace convert model.gguf --output FOLDER"

@@ -88,7 +88,7 @@ def checkpoint_config(name: str) -> HeadraceConfig | None:
     name a folder may have too."""
     if name in PEERS or name in zoo.names():
         return None
-    return read_config(name) if "/" in name or Path(name).is_dir() else None
+    return read_config(name) if "/" in name or Path(name).exists() else None
 
 
 def build(name: str, shape: Shape) -> nn.Module:

@@ -25,8 +25,8 @@ HEARTBEAT = 60.0  # seconds without a line after which the current line is repea
 Checkpoint = Annotated[
     Path,
     argument(
-        "Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, or its "
-        "name on the Hugging Face Hub."
+        "Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, a GGUF file, "
+        "or a name on the Hugging Face Hub."
     ),
 ]
 NewFolder = Annotated[Path, option("Folder to create. An existing folder is refused.")]

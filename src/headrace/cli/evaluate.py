@@ -34,7 +34,7 @@ class EvaluateOptions:
     """The options of `headrace eval`."""
 
     checkpoints: list[str] = setting(
-        "Folders or names on the Hub of causal language models, ours or others.", ..., kind=argument
+        "Folders, GGUF files or names on the Hub of causal language models, ours or others.", ..., kind=argument
     )
     suite: str = setting(
         "Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness.", ...

@@ -249,8 +249,7 @@ def convert(options: ConvertOptions) -> None:
     with new_checkpoint(one.output) as folder:
         source, precision, cached = fetched(one.checkpoint), PRECISIONS[one.dtype] if one.dtype else None, True
         if to is None and source.suffix == GGUF:
-            for part in import_gguf(source, precision):
-                part.save_pretrained(folder)
+            import_gguf(source, precision)[0].save_pretrained(folder)
         elif to is None:
             import_checkpoint(source, precision, one.ignore or ()).save_pretrained(folder)
         else:
@@ -292,6 +291,8 @@ def export(options: ExportOptions) -> None:
     given = {name: value for name, value in own.items() if value is not None}
     with new_checkpoint(options.output) as folder, needing(FORMATS.get(to, "models"), f"export --to {to}"):
         source = fetched(options.checkpoint)
+        first = f"headrace convert {source} --output FOLDER"
+        require(source.suffix != GGUF, f"{str(source)!r} is a GGUF file; convert it first: {first}")
         sentence = writer(to, given)(source, folder)
         _copy(source, folder)
     print(f"{options.output}: {sentence}")

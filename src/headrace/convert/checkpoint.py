@@ -18,21 +18,22 @@ from ..ops.checks import require
 from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError, reading, require_each
 from .files import check_depth, tensor_names
-from .importing import check_alone, import_checkpoint, import_config
+from .importing import check_alone, import_checkpoint, import_config, import_gguf, import_tokenizer
 
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 UNUSED = ["consolidated*", "*/*.safetensors"]  # the weights once more: Mistral's own form, and those of other programs
 
 
 def load(path: str | Path) -> HeadraceForCausalLM:
-    """Returns the model of the folder `path`, on the CPU, in evaluation mode and in the dtype it was saved in. A model
-    of transformers or flash-linear-attention is converted (`headrace.convert`).
+    """Returns the model of the folder or GGUF file `path`, on the CPU, in evaluation mode and in the dtype it was saved
+    in. A GGUF file, and a model of transformers or flash-linear-attention, are converted (`headrace.convert`).
 
-    Only safetensors are read; nothing is unpickled, and no code of the folder runs.
+    Only safetensors and GGUF are read; nothing is unpickled, and no code of the folder runs.
 
     Args:
-        path: a folder written by `save_pretrained`, or, if there is none of that name, a name on the Hugging Face Hub
-            such as "Qwen/Qwen3-0.6B", whose files are downloaded to the Hub's cache.
+        path: a folder written by `save_pretrained`, a file of llama.cpp whose name ends in .gguf, or, if there is none
+            of that name, a name on the Hugging Face Hub such as "Qwen/Qwen3-0.6B", whose files are downloaded to the
+            Hub's cache.
 
     Raises:
         InputError: the folder is no checkpoint of a known format, a file of it is missing or damaged, or its weights do
@@ -41,7 +42,7 @@ def load(path: str | Path) -> HeadraceForCausalLM:
     require_each(lambda x: isinstance(x, str | PathLike), "a folder, or a name on the Hugging Face Hub", path=path)
     folder, foreign = _located(path)
     if foreign:
-        return import_checkpoint(folder)
+        return import_gguf(folder)[0] if folder.suffix == GGUF else import_checkpoint(folder)
     check_weights(folder)
     default_backend()  # raises for an unknown HEADRACE_BACKEND, which is no fault of the checkpoint
     with reading(f"checkpoint {str(folder)!r} cannot be read"):
@@ -88,19 +89,19 @@ def read_config(path: str | Path) -> HeadraceConfig:
 
 
 def _located(path: str | Path) -> tuple[Path, bool]:
-    """Returns the folder, and whether its model is of another library. InputError if it has no config.json,
-    or an adapter."""
+    """Returns the folder or GGUF file, and whether its model is of another library. InputError for a folder without
+    config.json, or with an adapter."""
     folder = fetched(path)
-    if folder.suffix == GGUF and folder.is_file():
-        raise InputError(f"{str(folder)!r} is a GGUF file; convert it first: headrace convert {folder} --output FOLDER")
     check_config(folder)
+    if folder.suffix == GGUF:
+        return folder, True
     check_alone(folder)
     return folder, read_json(folder / "config.json", {}).get("model_type") != HeadraceConfig.model_type
 
 
 def fetched(path: str | Path) -> Path:
-    """Returns the folder `path`, or that of the model of this name in the Hugging Face Hub's cache, after a download of
-    the files that it lacks. InputError if it cannot be downloaded."""
+    """Returns the folder or file `path`, or the folder of the model of this name in the Hugging Face Hub's cache, after
+    a download of the files that it lacks. InputError if it cannot be downloaded."""
     if not is_on_the_hub(path):
         return Path(path)
     with reading(f"checkpoint {str(path)!r} is no folder here, and cannot be fetched from the Hugging Face Hub"):
@@ -114,8 +115,10 @@ def check_backend() -> None:
 
 
 def read_tokenizer(checkpoint: Path | str) -> Any:
-    """The tokenizer of a checkpoint: a Path is a folder, a string a folder or a name on the Hub. InputError if there is
-    none that can be read."""
+    """The tokenizer of a checkpoint: a Path is a folder or GGUF file, a string one of these or a name on the Hub.
+    InputError if there is none that can be read."""
+    if Path(checkpoint).suffix == GGUF:
+        return import_tokenizer(checkpoint)
     local = isinstance(checkpoint, Path)
     check_files(Path(checkpoint))
     sentence = f"checkpoint {str(checkpoint)!r} has no readable tokenizer; expected a tokenizer.json"

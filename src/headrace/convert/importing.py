@@ -16,13 +16,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from ..files.checks import check_weights, read_json
-from ..files.hub import ADAPTER
+from ..files.hub import ADAPTER, GGUF
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
 from ..layers.blocks.moe import MixtureOfExperts
 from ..ops.checks import require
 from ..spec.record import LARGEST
 from ..utils.errors import InputError, did_you_mean, reading
+from ..utils.extras import require_packages
 from .fields import Config, Fields, check_sizes, without
 from .files import Tensors, check_depth
 from .form import PRECISIONS, SPECIAL, Format, Model
@@ -79,16 +80,32 @@ def import_gguf(
         InputError: the file is not complete, or its architecture, tokenizer, a type of its tensors or its metadata
             cannot be converted.
     """
-    from .gguf import GGUFFile
-    from .vocabulary import tokenizer_of
-
-    path = Path(path)
+    file, path = _opened(path), Path(path)
+    tokenizer = _tokenizer(file, path)  # before the weights are read
     with _naming(path):
-        file = GGUFFile(path)
-        tokenizer = tokenizer_of(file.metadata)
         model, _ = _converted(FORMATS[file.described["model_type"]], file.described, file, dtype)
     model.generation_config = file.generation()
     return model.eval(), tokenizer
+
+
+def import_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of a GGUF file. InputError as `import_gguf`."""
+    return _tokenizer(_opened(path), path)
+
+
+def _opened(path: str | Path) -> Any:
+    require_packages(str(path), "gguf")
+    from .gguf import GGUFFile
+
+    with _naming(path):
+        return GGUFFile(Path(path))
+
+
+def _tokenizer(file: Any, path: str | Path) -> PreTrainedTokenizerFast:
+    from .vocabulary import tokenizer_of
+
+    with _naming(path):
+        return tokenizer_of(file.metadata)
 
 
 def _generation(checkpoint: Path, model: Any, described: Config) -> GenerationConfig:
@@ -104,13 +121,19 @@ def _generation(checkpoint: Path, model: Any, described: Config) -> GenerationCo
 
 def import_config(checkpoint: Path) -> HeadraceConfig:
     """Returns the config of the converted model, of whose weights the headers are read, for its dtype. InputError as
-    `import_checkpoint`."""
-    form, described = _read_format(checkpoint)
+    `import_checkpoint` and `import_gguf`."""
+    files: Any = None
+    if checkpoint.suffix == GGUF:
+        files = _opened(checkpoint)
+        form, described = FORMATS[files.described["model_type"]], files.described
+    else:
+        form, described = _read_format(checkpoint)
     with _naming(checkpoint):
-        described = form.of_text(described)
+        if files is None:
+            described = form.of_text(described)
+            files = form.files(checkpoint) if any(checkpoint.glob("*.safetensors")) else None
         check_sizes(described, LARGEST)
         foreign, _ = form.model(described)
-        files = form.files(checkpoint) if any(checkpoint.glob("*.safetensors")) else None
         dtype = None if files is None else _precision(form, files, foreign.views)
         if dtype is not None:  # on which a constant may depend
             foreign, _ = form.model(described | {"dtype": str(dtype).removeprefix("torch.")})
@@ -118,7 +141,7 @@ def import_config(checkpoint: Path) -> HeadraceConfig:
 
 
 @contextmanager
-def _naming(checkpoint: Path) -> Iterator[None]:
+def _naming(checkpoint: str | Path) -> Iterator[None]:
     """Names the checkpoint in the InputErrors of the block."""
     try:
         yield

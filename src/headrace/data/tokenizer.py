@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..files.checks import check_files, reading_tokenizer
+from ..files.hub import GGUF
 from ..utils.errors import InputError, require
 
 BYTES = "bytes"
@@ -19,7 +20,7 @@ ENDS = (END, "</s>", "<eos>", "<|end_of_text|>")  # names of the end token to tr
 
 
 def load(name: str | None) -> PreTrainedTokenizerFast:
-    """The tokenizer of a `tokenizers` JSON file, a folder or a name on the Hub; None or "bytes": bytes.
+    """The tokenizer of a `tokenizers` JSON file, a folder, a GGUF file or a name on the Hub; None or "bytes": bytes.
 
     Raises:
         InputError: the tokenizer cannot be read or has no end-of-text token.
@@ -34,11 +35,7 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
         )
     check_files(Path(name))
     with reading_tokenizer(name, f"--tokenizer {name!r} cannot be read"):
-        tokenizer: Any = (
-            PreTrainedTokenizerFast(tokenizer_file=name)
-            if Path(name).is_file()
-            else AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-        )
+        tokenizer = _read(name)
     if tokenizer.eos_token is None:
         vocabulary = tokenizer.get_vocab()
         end = next((token for token in ENDS if token in vocabulary), None)
@@ -51,6 +48,16 @@ def load(name: str | None) -> PreTrainedTokenizerFast:
     tokenizer.backend_tokenizer.no_truncation()  # which a file may set for another use: documents are whole
     tokenizer.backend_tokenizer.no_padding()
     return _padded(tokenizer)
+
+
+def _read(name: str) -> Any:
+    if Path(name).suffix == GGUF:
+        from ..convert.importing import import_tokenizer  # whose packages need more time to import
+
+        return import_tokenizer(name)
+    if Path(name).is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=name)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def sha256(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -18,6 +18,7 @@ from ..convert import load
 from ..convert.checkpoint import check_backend, check_config, check_tokens, read_tokenizer
 from ..data.tokenizer import could_be_on_the_hub
 from ..files.checks import MODEL_FILES, check_weights
+from ..files.hub import GGUF
 from ..files.threads import ThreadsBySize
 from ..hf import HeadraceConfig, HeadracePreTrainedModel
 from ..utils.errors import InputError, reading, require
@@ -96,8 +97,8 @@ def read_model(path: str) -> Any:
     check_weights(folder)
     check_name(path)
     with reading(unreadable(path)):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    if isinstance(config, HeadraceConfig) and folder.is_dir():
+        config = None if folder.suffix == GGUF else AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if config is None or (isinstance(config, HeadraceConfig) and folder.is_dir()):
         check_backend()
         return load(folder)
     with reading(unreadable(path)):
@@ -121,6 +122,7 @@ def unreadable(path: str) -> str:
 def fingerprint(path: str) -> str:
     """A digest of the contents of the checkpoint's files or, for a model of the Hub, of its name and commit."""
     files = sorted(file for file in Path(path).glob("*") if file.suffix in MODEL_FILES)
+    files = [Path(path)] if Path(path).suffix == GGUF else files
     return digest({file.name: sha256(file) for file in files} if files else [path, snapshot(path)])
 
 

@@ -15,7 +15,7 @@ OFFLINE = "Note: the Hugging Face Hub does not answer; what is in its cache on t
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[^/]*)?")  # of a data set with its configuration
 RUN = "run.json"  # in the folder of a run of `headrace train`
 ADAPTER = "adapter_config.json"  # in a folder of PEFT, whose tensors are added to those of a model
-GGUF = ".gguf"  # suffix of the files that `headrace convert` reads alone
+GGUF = ".gguf"  # suffix of the files of llama.cpp, each of which is a checkpoint
 
 
 def ask_hub() -> None:
@@ -31,11 +31,11 @@ def tokenizer_is_elsewhere(name: str | None) -> bool:
 
 
 def check_source(checkpoint: str | Path) -> str | Path:
-    """Returns what a command is to read: the name of a checkpoint on the Hub, a folder, or a GGUF file. InputError for
-    a folder without config.json."""
+    """Returns what a command is to read: the name of a checkpoint on the Hub, a folder, or a GGUF file. InputError as
+    `check_config`."""
     if is_on_the_hub(checkpoint):
         ask_hub()
-    elif Path(checkpoint).suffix != GGUF:
+    else:
         check_config(Path(checkpoint))
     return checkpoint
 
@@ -60,8 +60,9 @@ def is_on_the_hub(path: str | Path) -> bool:
 
 
 def check_config(folder: Path) -> None:
-    """Raises InputError for a folder without config.json, which names the model of a run of `headrace train`."""
-    if (folder / "config.json").is_file():
+    """Raises InputError for what is neither a GGUF file nor a folder with config.json. It names the model of a run of
+    `headrace train`."""
+    if folder.suffix == GGUF or (folder / "config.json").is_file():
         return
     if (folder.parent / RUN).is_file() and not folder.exists():
         others = ", ".join(sorted(each.name for each in folder.parent.iterdir() if (each / "config.json").is_file()))

@@ -27,7 +27,7 @@ from ..convert.checkpoint import fetched, read_tokenizer
 from ..data import Collator, PackedData, open_data, unigram_loss
 from ..data.rows import ORDER, evenly_spaced, full_rows, order
 from ..files.checks import damage, read_record
-from ..files.hub import RUN
+from ..files.hub import GGUF, RUN
 from ..files.processes import handling
 from ..files.provenance import claim, defaults, release
 from ..files.results import restored
@@ -201,7 +201,8 @@ def check_tokenizer(recipe: Recipe, data: PackedData) -> None:
         if checkpoint is None or data.tokenizer is None:
             continue
         folder = fetched(checkpoint)
-        if (folder / "tokenizer.json").is_file() and read_tokenizer(folder).get_vocab() != data.tokenizer.get_vocab():
+        has_one = folder.suffix == GGUF or (folder / "tokenizer.json").is_file()
+        if has_one and read_tokenizer(folder).get_vocab() != data.tokenizer.get_vocab():
             other = f"{name}={checkpoint!r} has another tokenizer than the data"
             raise InputError(f"{other}; prepare the data with --tokenizer {checkpoint}")
 
