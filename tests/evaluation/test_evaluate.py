@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
+import pandas
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -253,6 +254,15 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
     ):
         assert text in page
     assert "too few rows" in ran.output
+    lines = pandas.read_csv(tmp_path / "scores.csv").set_index(["task", "metric", "model"])
+    assert len(lines) == 2 * len({name[:2] for name in lines.index})
+    for model in checkpoints:
+        theirs = read_result(tmp_path / model / "results.json")["results"]
+        for (task, metric, _), line in lines.xs(model, level="model", drop_level=False).iterrows():
+            assert (
+                line.score == pytest.approx(theirs[task][f"{metric},none"]) and line.rows == theirs[task]["sample_len"]
+            )
+            assert line.higher_is_better == (metric != "perplexity")
 
 
 def test_needles_are_rows_by_length():

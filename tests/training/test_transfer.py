@@ -326,6 +326,14 @@ def test_data_of_a_larger_vocabulary_are_refused(teacher, data):
         checked(teacher.config, HEDGEHOG, Keep(), larger, Transfer())
 
 
+SCORES = """task,metric,higher_is_better,model,rows,score,standard_error,baseline
+lambada_openai,acc,1,old,1024,0.51299,0.0123,0.0
+lambada_openai,acc,1,out,1024,,,0.0
+lambada_openai,perplexity,0,old,1024,23.4,0.5,1000
+lambada_openai,perplexity,0,out,1024,30.0,,1000
+"""
+
+
 def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_command):
     """The model is trained as a whole, then on rows of four times the length, with and without the teacher."""
     data, out = tmp_path / "data", tmp_path / "out"
@@ -354,14 +362,17 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
     assert run_command("linearize", *words).code == 2  # the folder exists
     named = report["next"]
     assert all(line in page for line in named.values())
-    whole, control, beside, evaluate, prepare, longer = ([*shlex.split(line)[1:]] for line in named.values())
+    whole, control, evaluate, beside, prepare, longer = ([*shlex.split(line)[1:]] for line in named.values())
     assert evaluate[:3] == ["eval", str(folder), str(out)] and run_command(*evaluate, "--help").code == 0
+    assert evaluate[-1] == beside[-1]
+    Path(evaluate[-1]).mkdir()
+    Path(evaluate[-1], "scores.csv").write_text(SCORES)
     prepare[prepare.index("TEXT")] = prepared.parent / "texts.jsonl"
     alone = [word for word in longer if not word.startswith(("teacher=", "weights="))]
     alone[alone.index("--output") + 1 :] = [tmp_path / "alone", f"weights={out}"]
     quiet = "--trackers", "none"
     trainings = [[*line, *quiet] for line in (whole, control, longer, alone)]
-    for line in (*trainings[:2], beside, beside[:-2], [*prepare, "--held-out", 0.05], *trainings[2:]):
+    for line in (*trainings[:2], beside, beside[:-4], [*prepare, "--held-out", 0.05], *trainings[2:]):
         result = run_command(*line)
         assert result.code == 0, result.err
     assert open_data(tmp_path / "data-128").manifest["length"] == 128
@@ -374,6 +385,8 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
             statistics.fmean((load(name)(**x).loss.item() for x in batches), lengths), rel=1e-5
         )
         assert f"{nats:.3f}" in page and added["nats"]["transferred"] != nats != added["nats"]["original"]
+    for score in ("51.3% ± 1.2%", "not finite", "23.4 ± 0.5", "1024"):
+        assert f"{score}</td>" in page
     other = run_command("linearize", folder, "--data", tmp_path / "data-128", *beside[4:])
     assert other.code == 2 and "data-128" in other.err and "is not that of" in other.err
     kinds = load(out).config.layer_types
@@ -497,6 +510,8 @@ def test_models_beside_need_a_report(folder, prepared, tmp_path, run_command):
     assert result.code == 2 and "linearize.json" in result.err and not (tmp_path / "out").exists()
     result = run_command("linearize", *words, folder, "--machine", "1xH100")
     assert result.code == 2 and "--machine has no effect with --beside" in result.err
+    result = run_command("linearize", *words[:-1], "--scores", folder)
+    assert result.code == 2 and f"--scores {str(folder)!r} has no scores.csv" in result.err
     result = run_command("linearize", *words, tmp_path / "nothing")
     assert result.code == 2 and "nothing" in result.err
 

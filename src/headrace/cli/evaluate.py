@@ -79,9 +79,10 @@ def evaluate(options: EvaluateOptions) -> Any:
         with telling(console) as tell:
             evaluation = run.evaluate(one.checkpoints, plan, machine, folder, tell)
         page = report.report(evaluation, checkpoint.named(one.checkpoints), folder)
-        written = page.write(folder / "report.html")
+        written, table = page.write(folder / "report.html"), folder / "scores.csv"
+        report.write_scores(evaluation, table)
     print_sections(page, console)
-    console.print(f"The report is {written}", soft_wrap=True, highlight=False)
+    console.print(f"The report is {written}, the numbers {table}", soft_wrap=True, highlight=False)
     return evaluation
 
 

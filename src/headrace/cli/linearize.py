@@ -1,5 +1,6 @@
 """Linearize: a trained model whose attention layers become linear."""
 
+import csv
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from rich.table import Table
 from .. import zoo
 from ..files.processes import locked, resumed_folder
 from ..spec.linear import MixerSpec
-from ..utils.errors import InputError, require
+from ..utils.errors import InputError, reading, require
 from ..utils.integrity import digest, write_json
 from .console import Checkpoint, Device, NewFolder, Threads, interruptible, refuse_idle, telling, terminal
 from .options import setting, takes
@@ -56,6 +57,7 @@ class LinearizeOptions:
         "of CHECKPOINT trained on the same rows. Repeatable.",
         show_default=False,
     )
+    scores: Path | None = setting("Adds the scores of this folder of `headrace eval` to the report of an OUTPUT.")
     device: Device = None
     threads: Threads = None
     machine: str | None = setting(
@@ -82,15 +84,16 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
     once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows how well each
     layer imitates, what the model loses without it, the state and speed of both models, and the commands that train the
-    model as a whole; OUTPUT/linearize.json has the numbers. With --beside nothing trains: the held-out losses of these
-    models are added to the report."""
+    model as a whole; OUTPUT/linearize.json has the numbers. With --beside and --scores nothing trains: the held-out
+    losses of these models, and the scores of tasks, are added to the report."""
     from ..convert.checkpoint import fetched, read_config, read_tokenizer
     from ..data import open_data
     from ..files.devices import on_device
     from ..training.linear import Keep, checked, costs
 
     one, keep, settings, device = options, Keep.parsed(options.keep), options.settings, on_device(options.device)
-    done = "changed" if one.beside else "created"
+    adds = bool(one.beside or one.scores)
+    done = "changed" if adds else "created"
     with interruptible(f"{one.output} was not {done}; the same command goes on"):
         data, config = open_data(one.data), read_config(one.checkpoint)
         for model in (one.checkpoint, *(one.beside or ())):
@@ -100,10 +103,10 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
                     f"--data {str(one.data)!r} has another tokenizer than {str(model)!r}; prepare it with --tokenizer "
                     f"{model}"
                 )
-        if one.beside:
-            refuse_idle("with --beside", machine=one.machine)
+        if adds:
+            refuse_idle("with --beside and --scores", machine=one.machine)
             with locked(one.output):
-                return _compare(one, data, device)
+                return _add(one, data, device)
         changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
         if one.machine is not None:
             needed = costs(config, one.mixer, changed, settings, data.manifest["length"])
@@ -132,21 +135,23 @@ def next_commands(one: LinearizeOptions, length: int, config: Any) -> dict[str, 
         settings = "mixer=checkpoint", f"weights={weights}", *teacher, "lr=1e-4", "weight_decay=0", *sizes
         return command("train", "laptop-5m", *settings, "--data", data, "--output", output)
 
-    models, more = (f"{whole}/model", f"{control}/model"), f"{data}-{longer}"
+    models, more, tasks = (f"{whole}/model", f"{control}/model"), f"{data}-{longer}", f"{new}-tasks"
+    folders = "--data", data, "--output", new
     beside = (word for model in models for word in ("--beside", model))
     prepare = "prepare", "TEXT", "--tokenizer", old, "--length", str(longer), "--output", more
     return {
         "the model as a whole": train(new, one.rows, length, data, whole),
         "the original on the same rows": train(old, one.rows, length, data, control),
-        "their losses on this page": command("linearize", old, "--data", data, "--output", new, *beside),
-        "tasks of all": command("eval", old, new, *models, "--suite", "language,recall,needle"),
+        "tasks of all": command("eval", old, new, *models, "--suite", "language,recall,needle", "--output", tasks),
+        "losses and scores on this page": command("linearize", old, *folders, *beside, "--scores", tasks),
         "longer rows": command(*prepare),
         "the model as a whole on them": train(models[0], 1, longer, more, f"{new}-{longer}"),
     }
 
 
-def _compare(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
-    """Measures the losses of --beside as those of the report, and writes it with them. name: of the device."""
+def _add(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
+    """Measures the losses of --beside as those of the report, and writes it with them and the scores. name: of the
+    device."""
     import torch
 
     from ..convert.checkpoint import load
@@ -155,11 +160,12 @@ def _compare(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
     from ..training.linear import held_out_loss
     from ..training.processes import timed_steps
 
+    added = {"tasks": _scores(one.scores)} if one.scores else {}
     path, device = one.output / REPORT, torch.device(name)
     report = read_json(path, {"nats": {}, "removed": {}, "measured": MEASURED})
     settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
     require(report["measured"] == measured(settings, data), f"--data {str(one.data)!r} is not that of {str(path)!r}")
-    report.setdefault("beside", {})
+    report |= {"beside": report.get("beside", {})} | added
     with telling(terminal()) as say, timed_steps(device, one.threads or 1):
         for other in one.beside or ():
             say(f"loss of {other}")
@@ -169,6 +175,19 @@ def _compare(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
     _keep(report, one.output)
     show_losses(report)
     return report
+
+
+def _scores(folder: Path) -> list[dict[str, Any]]:
+    """Returns the lines of the scores.csv of `headrace eval`."""
+    file = folder / "scores.csv"
+    require(file.is_file(), f"--scores {str(folder)!r} has no {file.name}; expected a folder of `headrace eval`")
+    with reading(f"--scores {str(folder)!r} cannot be read"), file.open(encoding="utf-8", newline="") as opened:
+        return [
+            {name: x[name] for name in ("task", "metric", "model", "rows")}
+            | {name: float(x[name]) if x[name] else None for name in ("score", "standard_error")}
+            | {"accuracy": x["higher_is_better"] == "1"}
+            for x in csv.DictReader(opened)
+        ]
 
 
 def _write(one: LinearizeOptions, keep: Any, data: Any, name: str, work: Path, ready: Path) -> dict[str, Any]:

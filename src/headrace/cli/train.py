@@ -31,7 +31,9 @@ class PrepareOptions:
         shown="none, with --task",
         kind=argument,
     )
-    tokenizer: str | None = setting("Tokenizer: bytes, a file (tokenizer.json or GGUF), a folder or a name on the Hub.", shown="bytes")
+    tokenizer: str | None = setting(
+        "Tokenizer: bytes, a file (tokenizer.json or GGUF), a folder or a name on the Hub.", shown="bytes"
+    )
     train_bpe: int | None = setting("Vocabulary size of a BPE tokenizer to train on the data.")
     length: int | None = setting("Tokens per row.", shown="4096; with --task, the task's")
     held_out: float | None = setting(

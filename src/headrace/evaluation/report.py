@@ -1,8 +1,10 @@
 """The report of an evaluation."""
 
+import csv
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from .run import Evaluation
 from .scores import NATS, POINTS, baseline, beaten, difference, scores, shown_metric
 
 HEAD = ("task", "metric", "rows", "baseline")
+SCORES = ("task", "metric", "higher_is_better", "model", "rows", "score", "standard_error", "baseline")
 ABOUT_SCORES = (
     "The baseline is the accuracy of guessing or, for a perplexity, that of a unigram model that knows the frequencies "
     "of a model's tokens in this text but no context. * does not beat it: accuracies by a binomial test at 2.5 %."
@@ -101,6 +104,20 @@ def table(evaluation: Evaluation) -> list[list[str]]:
             cells = [str(one) + "*" * (not beaten(one, of)) for one, of in own]
             rows.append([item, shown_metric(item, metric), f"{len(score.rows):,}", known, *cells])
     return rows
+
+
+def write_scores(evaluation: Evaluation, path: Path) -> None:
+    """Writes a CSV file with a line for each task, metric and model. Accuracies, of which higher is better, and their
+    baselines are from 0 to 1. A score that is not finite is empty."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(SCORES)
+        for item in next(iter(evaluation.items.values())):
+            for metric, (model, records) in product(metrics(evaluation, item), evaluation.items.items()):
+                score, record = scores(records[item])[metric], records[item]
+                numbers = [x if math.isfinite(x) else None for x in (score.value, score.stderr)]
+                named = item, shown_metric(item, metric), int(not score.likelihood), model
+                writer.writerow([*named, len(score.rows), *numbers, baseline(score, record)])
 
 
 def differences(found: Sequence[Difference], output: Path) -> Section:

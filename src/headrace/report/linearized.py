@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from ..files.environment import environment
-from .numbers import count
+from .numbers import count, significant
 from .page import PALETTE, SOFT, STYLE, Page, Section, picture
 
 Report = dict[str, Any]  # what `training.linear.imitate` returns, with "decoding", "next" and what was asked for
@@ -26,6 +26,10 @@ WINDOWS = (
     "New layers with a sliding window have two parts, the window and the linear memory of older tokens; here one of "
     "them gives 0. Where the loss hardly rises without the memory, the layer is a sliding window; rows that are not "
     "longer than the window cannot tell. In the last row, the part is that of all new layers."
+)
+TASKS = (
+    "Scores of `headrace eval` ± their standard errors over rows; its own report has what guessing reaches, and the "
+    "differences on the same rows."
 )
 MODELS = {"original": "original", "new model": "linear"}
 PARTS = MODELS | {"its window": "window", "its memory": "memory"}
@@ -49,6 +53,7 @@ def write_page(report: Report, folder: Path) -> Path:
         [f"{linear} of {report['from']} became {report['mixer']}; kept: {kept}."],
         [
             losses(nats | report.get("beside", {}), folder),
+            *([tasks(report["tasks"], folder)] if "tasks" in report else []),
             imitation(report, folder),
             removal(report["removed"], folder),
             contexts(report, folder),
@@ -73,6 +78,28 @@ def losses(nats: dict[str, float], folder: Path) -> Section:
         rows=rows,
         pictures=[picture("Loss on held-out rows.", drawn, folder / "losses.png")],
     )
+
+
+def tasks(lines: list[dict[str, Any]], folder: Path) -> Section:
+    """lines: those of the scores.csv of `headrace eval`."""
+    models, found = [*dict.fromkeys(x["model"] for x in lines)], dict[tuple[str, str], dict[str, Any]]()
+    for x in lines:
+        found.setdefault((x["task"], x["metric"]), {})[x["model"]] = x
+    shares = {name: own for name, own in found.items() if own[models[0]]["accuracy"]}
+    heights = {model: [own[model]["score"] or 0.0 for own in shares.values()] for model in models}
+    drawn = bars(heights, ["\n".join(name) for name in shares], "accuracy", "task") if shares else None
+    return Section(
+        "Tasks",
+        about=[TASKS],
+        header=("task", "metric", "rows", *models),
+        rows=[(*name, own[models[0]]["rows"], *(score(own[model]) for model in models)) for name, own in found.items()],
+        pictures=[] if drawn is None else [picture("Accuracies.", drawn, folder / "tasks.png")],
+    )
+
+
+def score(line: dict[str, Any]) -> str:
+    known = [x for x in (line["score"], line["standard_error"]) if x is not None]
+    return " ± ".join(f"{x:.1%}" if line["accuracy"] else significant(x, 3) for x in known) or "not finite"
 
 
 def imitation(report: Report, folder: Path) -> Section:
@@ -148,7 +175,7 @@ def bars(values: dict[str, list[float]], groups: list[str], unit: str, of: str =
         ax, width = figure.add_subplot(), 0.8 / len(values)
         for i, (name, heights) in enumerate(values.items()):
             places = [x + width * (i - (len(values) - 1) / 2) for x in range(len(groups))]
-            ax.bar(places, heights, width, label=name, color=(SOFT, *PALETTE)[i])
+            ax.bar(places, heights, width, label=name, color=(SOFT, *PALETTE)[i % (1 + len(PALETTE))])
         ax.set_xticks(range(len(groups)), groups)
         ax.set(xlabel=of, ylabel=unit)
         ax.grid(axis="x", visible=False)
