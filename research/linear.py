@@ -134,7 +134,7 @@ IMITATION = Transfer(updates=200, rows=2, held_out=16)
 WHOLE = Transfer(lr=1e-4, updates=50, rows=2, clip=1.0)
 PROMPTS, NAMES = 24, 16  # texts of pairs; names in each of them
 NEEDLES, DISTANCE = 8, 900  # texts of a needle; tokens between it and the question
-CPU = torch.device("cpu")
+ALONE = Processes(torch.device("cpu"))
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
@@ -196,7 +196,7 @@ def measured(arm: Arm, worker: Worker) -> Row:
 
         work = arm.folder / "work" / f"{arm.name}-{arm.seed}"
         work.mkdir(parents=True, exist_ok=True)
-        model, report = imitate(model, MIXERS[arm.name], RUNS[arm.run].keep, data, imitation, work, CPU, tell, 1)
+        model, report = imitate(model, MIXERS[arm.name], RUNS[arm.run].keep, data, imitation, work, ALONE, tell, 1)
         layers = report["layers"].values()
         result |= {f"error_{when}": sum(layer[when] for layer in layers) / len(layers) for when in ("before", "after")}
         result |= {"nats_replaced": report["nats"]["replaced"]} | named("imitating", tests(model, data))
@@ -210,8 +210,8 @@ def named(when: str, values: dict[str, float]) -> Row:
 
 def whole(model: Any, data: PackedData, settings: Transfer) -> None:
     """Trains all weights on the rows of the data."""
-    updates = Updates(model, settings, loss, Processes(CPU), settings.precision)
-    for batch in islice(batches(data, settings, CPU), settings.steps):
+    updates = Updates(model, settings, loss, ALONE, settings.precision)
+    for batch in islice(batches(data, settings, ALONE), settings.steps):
         updates.backward([batch])
         updates.clip()
         updates.step()

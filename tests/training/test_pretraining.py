@@ -249,7 +249,7 @@ def test_a_process_that_never_starts_is_a_sentence(monkeypatch):
     for name, value in where.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=r"^the processes cannot find each other \(.*1/2 .*\); expected"):
-        run.connect(recipe()[0], timeout=1)
+        run.connect(timeout=1)
 
 
 def test_more_processes_than_devices_are_a_sentence(monkeypatch):
@@ -260,7 +260,7 @@ def test_more_processes_than_devices_are_a_sentence(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     said = "^LOCAL_RANK=3: .*invalid device ordinal; expected a device per process$"
     with patch.object(torch.accelerator, "set_device_index", side_effect=error), pytest.raises(InputError, match=said):
-        run.connect(recipe()[0], timeout=1)
+        run.connect(timeout=1)
 
 
 @pytest.mark.parametrize("place", ["open_data", "build"])

@@ -1,6 +1,8 @@
 """Attention transfer: what trains, that it goes on where it was killed, and `headrace linearize`."""
 
+import contextlib
 import copy
+import io
 import json
 import math
 import re
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import groups
 import tiny
 from headrace import InputError, layers, load, zoo
 from headrace.cli.linearize import LinearizeOptions, next_commands
@@ -28,11 +31,12 @@ from headrace.training import linear as linear_module
 from headrace.training import transfer as module
 from headrace.training.linear import Keep, checked, costs, held_out_loss, imitate, removed, state_bytes
 from headrace.training.loop import Updates
-from headrace.training.processes import Processes
+from headrace.training.processes import Processes, connect
 from headrace.training.transfer import Imitation, Transfer, batch_of, mean_error, transfer
 from trained import peak_of
 
 CPU = torch.device("cpu")
+ALONE = Processes(CPU)
 SETTINGS = Transfer(updates=6, rows=2, save_every=2, held_out=3, warmup=0.0)
 HEDGEHOG = "hedgehog(decay.kind=sigmoid-head)"
 
@@ -76,7 +80,7 @@ def test_what_trains(trains, teacher, data, tmp_path):
     before = {name: p.detach().clone() for name, p in imitation.named_parameters()}
     before |= {kind: getattr(layer.in_proj, kind).detach().clone() for kind in ("weight", "bias")}
     of_teacher = {name: p.detach().clone() for name, p in teacher.named_parameters()}
-    found = transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
+    found, _ = transfer(imitation, data, SETTINGS, tmp_path, threads=1)
     assert found["before"].keys() == found["after"].keys() == {"0", "2"}
     assert sum(found["after"].values()) < sum(found["before"].values())
     assert all(torch.equal(p, of_teacher[name]) for name, p in teacher.named_parameters())
@@ -102,7 +106,7 @@ def test_only_what_is_new_has_gradients_and_moments(mixer, teacher, data, tmp_pa
     """Of in_proj the rows of the decay, if there is one."""
     made, imitation = [], imitation_of(teacher, "new", mixer)
     monkeypatch.setattr(module, "Updates", lambda *given: made.append(Updates(*given)) or made[-1])
-    transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
+    transfer(imitation, data, SETTINGS, tmp_path, threads=1)
     moments = sum(state["exp_avg"].numel() for state in made[0].optimizer.state.values())
     layer = imitation.layers["0"]
     new = layer.parts.get("decay", 0) * (layer.hidden_size + 1) + sum(p.numel() for p in layer.learned_map.parameters())
@@ -116,11 +120,13 @@ def test_a_dropped_window_leaves_the_memory_alone_in_training(teacher, data, tmp
     for share in (0.0, 0.5, 1.0):
         imitation, errors = imitation_of(teacher, mixer="lolcats(window=4)"), told.setdefault(share, [])
         settings = replace(SETTINGS, window_dropout=share)
-        batch = next(module.batches(data, settings, CPU))
+        batch = next(module.batches(data, settings, ALONE))
         with module.silent(layer.near for layer in imitation.layers.values()), torch.no_grad():
             alone = imitation(batch["input_ids"]).mean().item()
         folder = tmp_path / str(share)
-        found[share] = transfer(imitation, data, settings, folder, CPU, lambda _, x, to=errors: to.append(x), threads=1)
+        told_to = lambda _, x, to=errors: to.append(x)  # noqa: E731
+        found[share], curve = transfer(imitation, data, settings, folder, told_to, threads=1)
+        assert curve == errors
         layer = imitation.layers["0"]
         assert not layer.near._forward_hooks and (layer.window_factor.std() > 0) == (share < 1)
     assert told[1.0][0] == pytest.approx(alone) and told[0.5][0] in (told[0.0][0], told[1.0][0])
@@ -135,25 +141,23 @@ def test_a_gate_that_is_taken_over_stays(data, tmp_path):
     imitation = Imitation(gated, linearize(gated, HEDGEHOG))
     layer = imitation.layers["0"]
     gate, decay = layer.part("gate").clone(), layer.part("decay").clone()
-    transfer(imitation, data, SETTINGS, tmp_path, CPU, threads=1)
+    transfer(imitation, data, SETTINGS, tmp_path, threads=1)
     assert torch.equal(layer.part("gate"), gate) and not torch.equal(layer.part("decay"), decay)
 
 
 def test_a_killed_transfer_goes_on_exactly(teacher, data, tmp_path, monkeypatch):
     whole = imitation_of(teacher)
     told: list[int] = []
-    found = transfer(whole, data, SETTINGS, tmp_path / "whole", CPU, lambda step, error: told.append(step), threads=1)
+    found = transfer(whole, data, SETTINGS, tmp_path / "whole", lambda step, error: told.append(step), threads=1)
 
     def killed(step, error):
         if step == 5:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        transfer(imitation_of(teacher), data, SETTINGS, tmp_path / "killed", CPU, killed, threads=1)
+        transfer(imitation_of(teacher), data, SETTINGS, tmp_path / "killed", killed, threads=1)
     again, later = imitation_of(teacher), []
-    resumed = transfer(
-        again, data, SETTINGS, tmp_path / "killed", CPU, lambda step, error: later.append(step), threads=1
-    )
+    resumed = transfer(again, data, SETTINGS, tmp_path / "killed", lambda step, error: later.append(step), threads=1)
     assert told == [1, 2, 3, 4, 5, 6] and later == [5, 6] and resumed == found
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
 
@@ -166,7 +170,7 @@ def test_bfloat16_rounds_no_weight_that_stays(data, tmp_path):
         teacher = tiny.build("gqa(kv_heads=2)", num_hidden_layers=2, vocab_size=257)
         settings, before = replace(SETTINGS, precision=precision), copy.deepcopy(teacher.float()).state_dict()
         work, keep = tmp_path / precision, Keep.parsed("0")
-        linear, report = imitate(teacher.float(), HEDGEHOG, keep, data, settings, work, CPU, lambda *_: None, 1)
+        linear, report = imitate(teacher.float(), HEDGEHOG, keep, data, settings, work, ALONE, lambda *_: None, 1)
         assert {p.dtype for p in linear.parameters()} == {torch.float32}
         stays = [name for name, p in linear.named_parameters() if ".layers.1.mixer." not in name]
         assert all(torch.equal(linear.get_parameter(name), before[name]) for name in stays) and len(stays) > 5
@@ -188,7 +192,7 @@ def test_a_bfloat16_checkpoint_is_measured_in_one_precision_and_keeps_its_router
     loss = lambda model, *given: measured.append(model.dtype) or held_out_loss(model, *given)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear_module, "held_out_loss", loss)
-        linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, CPU, lambda *_: None, 1)
+        linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, ALONE, lambda *_: None, 1)
     assert measured == [linear.dtype] * 3 == [getattr(torch, precision)] * 3
     assert all(torch.equal(p, p.bfloat16()) for p in linear.model.backbone.layers[1].mixer.parameters()), "rounded"
     found = cast(linear, torch.bfloat16).model.backbone.layers[0].mlp
@@ -203,7 +207,7 @@ def test_a_float64_checkpoint_is_not_rounded(precision, data, tmp_path):
         p.data /= 3  # float32 has no such number
     before = {name: x.clone() for name, x in model.state_dict().items() if ".layers.1.mixer." not in name}
     settings = replace(SETTINGS, updates=1, precision=precision)
-    linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, CPU, lambda *_: None, 1)
+    linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, ALONE, lambda *_: None, 1)
     after = linear.state_dict()
     assert all(torch.equal(after[name], x) for name, x in before.items())
     assert {p.dtype for p in linear.parameters()} == {torch.float64}
@@ -227,7 +231,7 @@ def test_a_layer_is_removed_in_the_precision_of_the_settings(teacher, prepared, 
 )
 def test_which_layers_stay(text, kept, teacher, data, tmp_path):
     linear, report = imitate(
-        teacher, HEDGEHOG, Keep.parsed(text), data, SETTINGS, tmp_path / "work", CPU, lambda *_: None, 1
+        teacher, HEDGEHOG, Keep.parsed(text), data, SETTINGS, tmp_path / "work", ALONE, lambda *_: None, 1
     )
     if kept is None:
         assert len(report["layers"]) == 3
@@ -316,7 +320,7 @@ def test_a_layer_without_a_relative_error_is_named(part, value, teacher, data, t
     model = copy.deepcopy(teacher)
     model.model.backbone.layers[2].mixer.get_submodule(part).requires_grad_(False).weight.fill_(value)
     with pytest.raises(InputError, match="layer 2 gives 0, or numbers that are not finite; expected it among --keep"):
-        transfer(imitation_of(model), data, SETTINGS, tmp_path, CPU, threads=1)
+        transfer(imitation_of(model), data, SETTINGS, tmp_path, threads=1)
 
 
 def test_data_of_a_larger_vocabulary_are_refused(teacher, data):
@@ -516,6 +520,79 @@ def test_models_beside_need_a_report(folder, prepared, tmp_path, run_command):
     assert result.code == 2 and "nothing" in result.err
 
 
+def imitated(folder, prepared, output, steps, rows, mixer):
+    """What a process prints, and the report."""
+    from headrace.cli.linearize import linearize as command
+
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        given = {"steps": steps, "rows": rows, "held_out": 2, "threads": 1, "mixer": mixer}
+        given["window_dropout"] = 0.5 * mixer.startswith("lolcats")
+        report = command(checkpoint=folder, data=prepared, output=output, keep="none", **given)
+    return said.getvalue(), report
+
+
+def test_processes_share_the_rows(teacher, prepared, tmp_path):
+    """In float64, where the order of a sum is no more than 1e-9 of an error after a few steps."""
+    folder = tiny.saved(copy.deepcopy(teacher).double(), tmp_path / "model")
+    given = folder, prepared
+    _, alone = imitated(*given, tmp_path / "alone", 4, 2, "lolcats(window=4)")
+    (said, report), (nothing, same) = groups.run(
+        2, tmp_path, imitated, *given, tmp_path / "both", 4, 2, "lolcats(window=4)"
+    )
+    assert "step 4 of 4: error" in said and "is a model of headrace" in said and not nothing
+    assert len(report["curve"]) == 4 and report["curve"] == pytest.approx(alone["curve"], rel=1e-9)
+    for part in ("nats", "layers"):
+        for name, found in report[part].items():
+            assert same[part][name] == found == pytest.approx(alone[part][name], rel=1e-9)
+    ours, theirs = (load(tmp_path / name).state_dict() for name in ("both", "alone"))
+    assert max(float((theirs[name] - x).abs().max()) for name, x in ours.items()) < 1e-9
+    written = json.loads((tmp_path / "both" / "linearize.json").read_text())
+    assert written.keys() == report.keys() and written["curve"] == report["curve"]
+
+
+def killed_and_resumed(folder, prepared, work):
+    """The errors of the steps before and after."""
+    data, told = open_data(prepared), []
+    work.mkdir(exist_ok=True)
+    for killed in (True, False):
+        torch.manual_seed(0)
+        model, processes = load(folder), connect()
+        imitation = Imitation(model, linearize(model, HEDGEHOG, [0, 2]), processes=processes)
+        drops = lambda settings, step, killed=killed: killed and step == 5 and 1 / 0  # noqa: E731
+        with pytest.MonkeyPatch.context() as patch, contextlib.suppress(ZeroDivisionError):
+            patch.setattr(module, "drops_windows", drops)
+            _, curve = transfer(imitation, data, SETTINGS, work, lambda step, error: told.append(step), threads=1)
+    return told, curve, imitation.state_dict()
+
+
+def test_processes_go_on_from_a_checkpoint(teacher, prepared, tmp_path):
+    folder = tiny.saved(copy.deepcopy(teacher).double(), tmp_path / "model")
+    (told, curve, weights), (none, same, others) = groups.run(
+        2, tmp_path, killed_and_resumed, folder, prepared, tmp_path / "work"
+    )
+    assert told == [1, 2, 3, 4, 5, 6] and not none and curve == same and len(curve) == 6
+    assert all(torch.equal(x, others[name]) for name, x in weights.items())
+    model = load(folder)
+    torch.manual_seed(0)
+    alone = Imitation(model, linearize(model, HEDGEHOG, [0, 2]))
+    assert curve == pytest.approx(
+        transfer(alone, open_data(prepared), SETTINGS, tmp_path / "alone", threads=1)[1], rel=1e-9
+    )
+
+
+def uneven(folder, prepared, output):
+    try:
+        imitated(folder, prepared, output, 1, 3, HEDGEHOG)
+    except InputError as error:
+        return str(error)
+
+
+def test_rows_that_processes_cannot_share_are_refused(folder, prepared, tmp_path):
+    said = groups.run(2, tmp_path, uneven, folder, prepared, tmp_path / "out")
+    assert said == ["--rows=3 with 2 processes; expected a multiple of 2"] * 2 and not (tmp_path / "out").exists()
+
+
 def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
     from headrace.data import Preparation, prepare
 
@@ -535,7 +612,7 @@ def test_estimated_memory_is_the_peak_of_a_step(precision, width, tokens, most):
     settings, changed = Transfer(rows=4, updates=1, precision=precision), [0, 1, 2, 4, 5]
     imitation = Imitation(teacher, linearize(teacher, HEDGEHOG, changed))
     set_backend(imitation, "torch")
-    updates = Updates(imitation, settings, mean_error, Processes(CPU), precision)
+    updates = Updates(imitation, settings, mean_error, ALONE, precision)
     ids = torch.randint(257, (4, tokens))
 
     def step():

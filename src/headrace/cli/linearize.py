@@ -2,6 +2,8 @@
 
 import csv
 import shlex
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -88,10 +90,10 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     losses of these models, and the scores of tasks, are added to the report."""
     from ..convert.checkpoint import fetched, read_config, read_tokenizer
     from ..data import open_data
-    from ..files.devices import on_device
     from ..training.linear import Keep, checked, costs
+    from ..training.processes import answering
 
-    one, keep, settings, device = options, Keep.parsed(options.keep), options.settings, on_device(options.device)
+    one, keep, settings, processes = options, Keep.parsed(options.keep), options.settings, connected(options.device)
     adds = bool(one.beside or one.scores)
     done = "changed" if adds else "created"
     with interruptible(f"{one.output} was not {done}; the same command goes on"):
@@ -106,17 +108,50 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
         if adds:
             refuse_idle("with --beside and --scores", machine=one.machine)
             with locked(one.output):
-                return _add(one, data, device)
+                return _add(one, data, processes.device)
         changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
         if one.machine is not None:
             needed = costs(config, one.mixer, changed, settings, data.manifest["length"])
             return show_costs(one.machine, one.mixer, needed)
-        with resumed_folder(one.output, CHECKPOINTS) as (work, ready):
-            report = _write(one, keep, data, device, work / "transfer", ready)
-            tokenizer.save_pretrained(ready)
-    show(report)
-    print(f"{one.output} is a model of headrace; next: {report['next']['the model as a whole']}")
+        each = processes.count
+        require(
+            settings.rows % each == 0, f"--rows={settings.rows} with {each} processes; expected a multiple of {each}"
+        )
+        with answering(processes), seen_by_all(one.output) as (work, ready):
+            report = _write(one, keep, data, processes, work / "transfer", ready)
+            if processes.rank == 0:
+                tokenizer.save_pretrained(ready)
+    if processes.rank == 0:
+        show(report)
+        print(f"{one.output} is a model of headrace; next: {report['next']['the model as a whole']}")
     return report
+
+
+def connected(device: str | None) -> Any:
+    """Returns the processes of torchrun, or this one with the device."""
+    import torch
+
+    from ..files.devices import on_device
+    from ..training.processes import connect
+
+    processes = connect()
+    if processes.count == 1:
+        return replace(processes, device=torch.device(on_device(device)))
+    refuse_idle("with torchrun, which gives each process a device", device=device)
+    return processes
+
+
+@contextmanager
+def seen_by_all(output: Path) -> Iterator[tuple[Path, Path]]:
+    """Yields what `resumed_folder` does in process 0, in all processes."""
+    from ..training.processes import errors_in_all, gathered, rank
+
+    with ExitStack() as held:
+        places = None
+        with errors_in_all():
+            if rank() == 0:
+                places = held.enter_context(resumed_folder(output, CHECKPOINTS))
+        yield gathered(places)[0]
 
 
 def next_commands(one: LinearizeOptions, length: int, config: Any) -> dict[str, str]:
@@ -149,11 +184,8 @@ def next_commands(one: LinearizeOptions, length: int, config: Any) -> dict[str, 
     }
 
 
-def _add(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
-    """Measures the losses of --beside as those of the report, and writes it with them and the scores. name: of the
-    device."""
-    import torch
-
+def _add(one: LinearizeOptions, data: Any, device: Any) -> dict[str, Any]:
+    """Measures the losses of --beside as those of the report, and writes it with them and the scores."""
     from ..convert.checkpoint import load
     from ..convert.importing import cast
     from ..files.checks import read_json
@@ -161,7 +193,7 @@ def _add(one: LinearizeOptions, data: Any, name: str) -> dict[str, Any]:
     from ..training.processes import timed_steps
 
     added = {"tasks": _scores(one.scores)} if one.scores else {}
-    path, device = one.output / REPORT, torch.device(name)
+    path = one.output / REPORT
     report = read_json(path, {"nats": {}, "removed": {}, "measured": MEASURED})
     settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
     require(report["measured"] == measured(settings, data), f"--data {str(one.data)!r} is not that of {str(path)!r}")
@@ -190,9 +222,8 @@ def _scores(folder: Path) -> list[dict[str, Any]]:
         ]
 
 
-def _write(one: LinearizeOptions, keep: Any, data: Any, name: str, work: Path, ready: Path) -> dict[str, Any]:
-    """Writes the model and its report, which is returned, into the folder `ready`. name: of the device."""
-    import torch
+def _write(one: LinearizeOptions, keep: Any, data: Any, processes: Any, work: Path, ready: Path) -> dict[str, Any]:
+    """Writes the model and its report, which is returned, into the folder `ready`, in process 0."""
     from transformers import set_seed
 
     from ..benchmarking.generation import speeds
@@ -203,7 +234,7 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, name: str, work: Path, r
 
     set_seed(one.seed)
     model: Any = load(one.checkpoint)
-    device, console, dtype = torch.device(name), terminal(), model.dtype
+    console, dtype = terminal(), model.dtype
     shown = 1 if console.is_terminal else max(one.steps // 10, 1)
     with telling(console) as say:
 
@@ -211,12 +242,14 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, name: str, work: Path, r
             if step % shown == 0:
                 say(f"step {step} of {one.steps}: error {error:.3f}")
 
-        linear, report = imitate(model, one.mixer, keep, data, one.settings, work, device, tell, one.threads)
+        linear, report = imitate(model, one.mixer, keep, data, one.settings, work, processes, tell, one.threads)
+        if processes.rank:
+            return report
         changed = [int(i) for i in report["layers"] if int(i) not in report["kept"]]
         few = replace(one.settings, held_out=FEW)
         report["removed"] = removed(model, linear, changed, data, few, lambda i: say(f"loss without layer {i}"))
     cast(linear, dtype).save_pretrained(ready)
-    with timed_steps(device, one.threads or 1):
+    with timed_steps(processes.device, one.threads or 1):
         both = {"original": cast(model, dtype), "linear": linear}
         report["decoding"] = speeds(both, report["state_bytes"])
     report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}

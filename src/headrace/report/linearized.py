@@ -106,12 +106,16 @@ def imitation(report: Report, folder: Path) -> Section:
     layers = report["layers"]
     stays = {i: "keeps its attention" if int(i) in report["kept"] else "" for i in layers}
     drawn = bars({when: [x[when] for x in layers.values()] for when in ("before", "after")}, list(layers), "error")
+    steps = curve(report["curve"])
     return Section(
         "Imitation, layer by layer",
         about=[ERRORS],
         header=("layer", "before", "after", ""),
         rows=[(i, f"{x['before']:.3f}", f"{x['after']:.3f}", stays[i]) for i, x in layers.items()],
-        pictures=[picture("Errors before and after the imitation.", drawn, folder / "errors.png")],
+        pictures=[
+            picture("Errors before and after the imitation.", drawn, folder / "errors.png"),
+            picture("The mean error of the new layers on the rows of each step.", steps, folder / "curve.png"),
+        ],
     )
 
 
@@ -166,6 +170,15 @@ def contexts(report: Report, folder: Path) -> Section:
             for i, (unit, figure) in enumerate(drawn.items())
         ],
     )
+
+
+def curve(errors: list[float]) -> Figure:
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(6, 3), layout="constrained")
+        ax = figure.add_subplot()
+        ax.plot(range(1, len(errors) + 1), errors)
+        ax.set(xlabel="step", ylabel="error", yscale="log")
+    return figure
 
 
 def bars(values: dict[str, list[float]], groups: list[str], unit: str, of: str = "layer") -> Figure:

@@ -26,6 +26,7 @@ from ..spec.serialize import to_json
 from ..utils.errors import InputError
 from . import machine as machines
 from .model import SHARED, WHOLE, kept_for_backward
+from .processes import Processes, errors_in_all
 from .transfer import Imitation, Tell, Transfer, batch_of, silent, transfer
 
 Removed = dict[str, dict[str, float]]
@@ -69,35 +70,38 @@ class Keep:
 
 def imitate(
     model: Any, mixer: str, keep: Keep, data: PackedData, settings: Transfer, folder: Path,
-    device: torch.device, tell: Tell, threads: int | None = None,
+    processes: Processes, tell: Tell, threads: int | None = None,
 ) -> tuple[HeadraceForCausalLM, dict[str, Any]]:  # fmt: skip
-    """Makes attention layers of a model linear, and trains them to imitate attention.
+    """Makes attention layers of a model linear, and trains them to imitate attention. All processes must call it.
 
     Args:
-        model: on the CPU; it is moved to the device. What stays of it is shared with the new model, and is not
-            rounded: with bfloat16 weights keep their precision, and with float32 they are widened.
+        model: on the CPU; it is moved to the device of its process. What stays of it is shared with the new model, and
+            is not rounded: with bfloat16 weights keep their precision, and with float32 they are widened.
         folder: of checkpoints, from which the same call goes on.
 
     Returns:
         The model in the precision of the settings, with new layers rounded to the dtype that `model` had, and a report:
         {"layers": {index: {"before", "after"}}, relative squared errors on held-out rows; "kept": the attention layers
-        that stay; "nats": {"original", "replaced", "transferred"} per held-out token; "state_bytes": {tokens:
-        {"original", "linear"}}, of one sequence in float32}.
+        that stay; "nats": {"original", "replaced", "transferred"} per held-out token; "curve": the mean error of the
+        layers in each step; "state_bytes": {tokens: {"original", "linear"}}, of one sequence in float32}.
     """
     changed = checked(model.config, mixer, keep, data, settings)
     dtype, taught = model.dtype, fingerprint(model)
-    cast(model.to(device), settings.weights(dtype))
+    cast(model.to(processes.device), settings.weights(dtype))
     linear = with_linear_layers(model, mixer, changed)
     for i in changed:
         linear.model.backbone.layers[i].mixer.to(torch.promote_types(linear.dtype, torch.float32))
-    folder.mkdir(exist_ok=True)
     plan = {"mixer": to_json(linear.model.backbone.layers[changed[0]].mixer.spec), "layers": changed}
     plan |= {"settings": asdict(settings), "order": ORDER, "data": data.identity, "model": taught}
-    release(folder)  # where no checkpoint is
-    claim(folder, json.loads(json.dumps(plan)), optional={*defaults({"settings": settings}), ("data",), ("model",)})
+    with errors_in_all():
+        if processes.rank == 0:
+            folder.mkdir(exist_ok=True)
+            release(folder)  # where no checkpoint is
+            may_lack = {*defaults({"settings": settings}), ("data",), ("model",)}
+            claim(folder, json.loads(json.dumps(plan)), optional=may_lack)
     nats = {"original": held_out_loss(model, data, settings), "replaced": held_out_loss(linear, data, settings)}
-    imitation = Imitation(model, linear, settings.trains)
-    errors = transfer(imitation, data, settings, folder, device, tell, threads)
+    imitation = Imitation(model, linear, settings.trains, processes)
+    errors, curve = transfer(imitation, data, settings, folder, tell, threads)
     imitation.finish()
     worst = sorted(errors["after"], key=errors["after"].__getitem__)[len(errors["after"]) - keep.worst :]
     if worst:
@@ -107,7 +111,7 @@ def imitate(
     layers = {i: {name: found[i] for name, found in errors.items()} for i in errors["after"]}
     kept = [i for i in attention_layers(model.config) if str(i) not in layers or str(i) in worst]
     states = {n: {"original": state_bytes(model.config, n), "linear": state_bytes(linear.config, n)} for n in CONTEXTS}
-    return linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "state_bytes": states}
+    return linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "curve": curve, "state_bytes": states}
 
 
 def fingerprint(model: nn.Module) -> str:

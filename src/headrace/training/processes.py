@@ -25,10 +25,8 @@ from ..files.threads import Threads
 from ..ops.loss import IGNORED
 from ..ops.parallel.context import SequenceShard, context_parallel
 from ..utils.errors import InputError, require
-from .recipes import Recipe
 
 TIMEOUT = 1800  # seconds
-PARALLEL = ("context_parallel", "shard")  # fields of a recipe that say which processes work together
 ANSWER = timedelta(seconds=10)  # in which processes that lost another one tell each other
 
 
@@ -101,13 +99,15 @@ class Processes:
         return DeviceMesh.from_group(groups, self.device.type, grid, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def connect(recipe: Recipe, timeout: int) -> Processes:
+def connect(timeout: int = TIMEOUT, context_parallel: int = 1, shard: int = 1) -> Processes:
     """Connects the processes that torchrun has started, and makes this one end with torchrun. InputError for processes
-    that cannot share rows or weights evenly, or do not find each other."""
+    that cannot share rows or weights evenly, or do not find each other.
+
+    context_parallel, shard: number of processes that share the tokens of a row, and the weights."""
     require(1 <= timeout < 2**31, f"--timeout={timeout}; expected a positive number of seconds, less than 2^31")
     count = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", 1))
-    for name in PARALLEL:
-        if count % (each := getattr(recipe, name)):
+    for name, each in (("context_parallel", context_parallel), ("shard", shard)):
+        if count % each:
             raise InputError(
                 f"{name}={each} with {count} process{'es' if count > 1 else ''}; expected a start by torchrun with a "
                 f"multiple of {each} processes"
@@ -117,11 +117,11 @@ def connect(recipe: Recipe, timeout: int) -> Processes:
     device = device_of_this_process()
     if count == 1:
         return Processes(device)
-    limit, each, row = timedelta(seconds=timeout), recipe.context_parallel, None
+    limit, row = timedelta(seconds=timeout), None
     store = None if dist.is_initialized() else _meet(device, limit)
-    if each > 1:
-        row, _ = dist.new_subgroups(each, timeout=limit)
-    return Processes(device, dist.get_rank(), count, each, row, timeout, store)
+    if context_parallel > 1:
+        row, _ = dist.new_subgroups(context_parallel, timeout=limit)
+    return Processes(device, dist.get_rank(), count, context_parallel, row, timeout, store)
 
 
 def _meet(device: torch.device, limit: timedelta) -> dist.Store:

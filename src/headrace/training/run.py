@@ -42,12 +42,12 @@ from .history import Measures, check_trackers, open_trackers
 from .loop import Batches, Loop, answers
 from .machine import peak
 from .model import build, count, flops_per_token, meta_model, recompute_blocks
-from .processes import PARALLEL, TIMEOUT, Processes, agreed, answering, connect, errors_in_all, gathered
+from .processes import TIMEOUT, Processes, agreed, answering, connect, errors_in_all, gathered
 from .recipes import FROM_DATA, About, Recipe, to_yaml
 from .sharding import shard
 from .watch import Stop
 
-OF_THE_MACHINE = (*PARALLEL, "compile", "threads")  # fields of a recipe that do not identify the run
+OF_THE_MACHINE = ("context_parallel", "shard", "compile", "threads")  # fields of a recipe that do not identify the run
 
 
 def train(
@@ -69,7 +69,7 @@ def train(
             checkpoint is damaged or cannot be written, training diverged, or a process no longer answers.
     """
     check_trackers(trackers)
-    processes = connect(recipe, timeout)
+    processes = connect(timeout, recipe.context_parallel, recipe.shard)
     with answering(processes), errors_in_all():
         opened = open_data(data) if isinstance(data, Path) else data
         check_tokenizer(recipe, opened)

@@ -22,20 +22,24 @@ from typing import Annotated, Any, Literal
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from ..convert.linearize import attention_of
 from ..data import Collator, PackedData
 from ..data.rows import by_step, evenly_spaced, full_rows, order
 from ..extra.windowed import WindowedMixer
+from ..files.checks import read_json
 from ..hf.model import HeadraceForCausalLM
 from ..layers.linear.mixer import LinearMixer
+from ..ops.call import accumulator
 from ..spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from ..utils.errors import InputError, require
+from ..utils.integrity import write_json
 from . import checkpoints
 from .loop import Batch, Updates
 from .optimization import Optimization, Seed
-from .processes import Processes, timed_steps
+from .processes import Processes, errors_in_all, gathered, timed_steps
 
 WEIGHTS = "layers.safetensors"  # of the new layers in a checkpoint
 TAKEN_OVER = "q_norm", "k_norm", "o_proj"  # modules of a new layer that the old one has too
@@ -77,10 +81,15 @@ class Transfer(Optimization):
 
 
 class Imitation(nn.Module):
-    """The new layers of `linear`, which `linearize` made of the model. Its parameters are those that train."""
+    """The new layers of `linear`, which `linearize` made of the model. Its parameters are those that train. Processes
+    share the rows of a step; each has the whole model."""
 
-    def __init__(self, model: HeadraceForCausalLM, linear: HeadraceForCausalLM, trains: str = "new"):
+    def __init__(
+        self, model: HeadraceForCausalLM, linear: HeadraceForCausalLM, trains: str = "new",
+        processes: Processes | None = None,
+    ):  # fmt: skip
         super().__init__()
+        self.processes = processes or Processes(model.device)
         blocks: Any = linear.model.backbone.layers
         self.old = attention_of(model)
         changed = [i for i in self.old if isinstance(blocks[i].mixer, LinearMixer)]
@@ -92,7 +101,8 @@ class Imitation(nn.Module):
             raise InputError("--trains new, and the new layers have no weights that the old do not; expected all")
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """input_ids [B, T] -> the relative squared error of each layer, [layers]."""
+        """input_ids [B, T] -> the relative squared error of each layer, [layers]. Of several processes, whose rows
+        differ, the mean is that of all rows."""
         seen: dict[str, tuple[Tensor, Tensor]] = {}
         kind = input_ids.device.type
 
@@ -104,7 +114,9 @@ class Imitation(nn.Module):
                 hooks.enter_context(self.old[int(name)].register_forward_hook(partial(note, name)))
             with torch.no_grad(), torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
                 self.model[0].model(input_ids, use_cache=False)
-        return torch.stack([_error(layer(seen[name][0])[0], seen[name][1]) for name, layer in self.layers.items()])
+        wrong = torch.stack([_square(layer(seen[name][0])[0] - seen[name][1]) for name, layer in self.layers.items()])
+        whole = self.processes.sum(torch.stack([_square(seen[name][1]) for name in self.layers]))
+        return wrong * self.processes.count / whole
 
     def finish(self) -> None:
         """Makes the layers those of an ordinary model again, all of whose weights can train."""
@@ -115,8 +127,8 @@ class Imitation(nn.Module):
             layer.requires_grad_(True)
 
 
-def _error(found: Tensor, expected: Tensor) -> Tensor:
-    return (found - expected).float().square().sum() / expected.float().square().sum()
+def _square(x: Tensor) -> Tensor:
+    return x.to(accumulator(x)).square().sum()
 
 
 class RowsOfTwo(nn.Module):
@@ -155,28 +167,31 @@ def _keep_what_is_taken_over(layer: Any, old: nn.Module) -> None:
 
 
 def transfer(
-    imitation: Imitation, data: PackedData, settings: Transfer, folder: Path, device: torch.device,
+    imitation: Imitation, data: PackedData, settings: Transfer, folder: Path,
     tell: Tell = lambda step, error: None, threads: int | None = None,
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Trains the new layers, from the newest checkpoint in the folder if there is one.
+) -> tuple[dict[str, dict[str, float]], list[float]]:  # fmt: skip
+    """Trains the new layers, from the newest checkpoint in the folder if there is one. All processes must call it.
 
     Args:
-        imitation: on the device, as is its model.
+        imitation: on the device of its process, as is its model.
         data: prepared with the model's tokenizer.
-        tell: gets the number of each step and the mean error of its layers.
+        tell: gets the number of each step and the mean error of its layers, in process 0.
         threads: number of PyTorch's threads on a CPU; None: measured.
 
     Returns:
-        {"before": error of each layer on held-out rows by its index, "after": the same}.
+        {"before": error of each layer on held-out rows by its index, "after": the same}, and the mean error of the
+        layers in each step.
     """
-    updates = Updates(imitation, settings, mean_error, Processes(device), settings.precision)
+    processes, device = imitation.processes, imitation.processes.device
+    updates = Updates(_shared(imitation, settings), settings, mean_error, processes, settings.precision)
     given, diverged = (imitation, data, settings, device), f"the training diverged with --lr={settings.lr:g}"
     zero = "layer {} gives 0, or numbers that are not finite; expected it among --keep"
     before = {i: _finite(error, zero.format(i)) for i, error in errors(*given).items()}
     windows = [x.near for x in imitation.layers.values() if isinstance(x, WindowedMixer) and x.summands]
-    first = _resumed(updates, folder)
+    curve = _resumed(imitation, updates, folder)
+    first = len(curve)
     with timed_steps(device, threads) as took:
-        left = enumerate(batches(data, settings, device, first), first + 1)
+        left = enumerate(batches(data, settings, processes, first), first + 1)
         for step, batch in islice(left, settings.steps - first):
             begun = time.perf_counter()
             with silent(windows if drops_windows(settings, step) else ()):
@@ -184,10 +199,21 @@ def transfer(
             updates.clip()
             updates.step()
             took(time.perf_counter() - begun)
-            tell(step, _finite(error.item(), diverged))
+            curve.append(_finite(processes.sum(error).item() / processes.count, diverged))
+            if processes.rank == 0:
+                tell(step, curve[-1])
             if step % settings.save_every == 0 and step < settings.steps:
-                _save(updates, folder, step)
-    return {"before": before, "after": {i: _finite(error, diverged) for i, error in errors(*given).items()}}
+                _save(imitation, updates, folder, curve)
+    return {"before": before, "after": {i: _finite(error, diverged) for i, error in errors(*given).items()}}, curve
+
+
+def _shared(imitation: Imitation, settings: Transfer) -> nn.Module:
+    """The new layers with what lets the processes share their gradients. A window that is dropped has none."""
+    processes = imitation.processes
+    if processes.count == 1:
+        return imitation
+    devices = None if processes.device.type == "cpu" else [processes.device]
+    return DistributedDataParallel(imitation, devices, find_unused_parameters=settings.window_dropout > 0)
 
 
 def _finite(error: float, cause: str) -> float:
@@ -228,30 +254,39 @@ def errors(imitation: Imitation, data: PackedData, settings: Transfer, device: t
     return dict(zip(imitation.layers, mean.tolist(), strict=True))
 
 
-def batches(data: PackedData, settings: Transfer, device: torch.device, after: int = 0) -> Iterator[Batch]:
-    """The rows of each step that follows step number `after`, without an end."""
+def batches(data: PackedData, settings: Transfer, processes: Processes, after: int = 0) -> Iterator[Batch]:
+    """This process's rows of each step that follows step number `after`, without an end."""
     rows = full_rows(data.train, data.manifest["length"])
     for numbers in by_step(partial(order, rows, settings.seed), len(rows), settings.rows, after):
-        yield batch_of([rows[i] for i in numbers], device)
+        yield batch_of([rows[i] for i in numbers[processes.rank :: processes.count]], processes.device)
 
 
 def batch_of(rows: list[Any], device: torch.device) -> Batch:
     return {name: x.to(device) for name, x in Collator(0)(rows).items()}
 
 
-def _save(updates: Updates, folder: Path, step: int) -> None:
-    written = folder / checkpoints.UNFINISHED / checkpoints.name(step)
-    written.mkdir(parents=True)
-    save_model(updates.model, str(written / WEIGHTS))
-    checkpoints.save_optimizer(written, updates.model, updates.optimizer, updates.schedule)
-    checkpoints.complete(folder, written.name)
+def _save(imitation: Imitation, updates: Updates, folder: Path, curve: list[float]) -> None:
+    written, first = folder / checkpoints.UNFINISHED / checkpoints.name(len(curve)), imitation.processes.rank == 0
+    with errors_in_all():
+        if first:
+            written.mkdir(parents=True)
+            save_model(imitation, str(written / WEIGHTS))
+            write_json(written / checkpoints.HISTORY, curve)
+    checkpoints.save_optimizer(written, imitation, updates.optimizer, updates.schedule)
+    with errors_in_all():
+        if first:
+            checkpoints.complete(folder, written.name)
 
 
-def _resumed(updates: Updates, folder: Path) -> int:
-    """Returns the number of steps that are done."""
-    checkpoints.discard_unfinished(folder)
-    if (last := checkpoints.newest(folder)) is None:
-        return 0
-    load_model(updates.model, str(last / WEIGHTS))
-    checkpoints.load_optimizer(last, updates.model, updates.optimizer, updates.schedule)
-    return checkpoints.step(last)
+def _resumed(imitation: Imitation, updates: Updates, folder: Path) -> list[float]:
+    """Goes on from the newest checkpoint, and returns the errors of the steps that are done."""
+    last = None
+    with errors_in_all():
+        if imitation.processes.rank == 0:
+            checkpoints.discard_unfinished(folder)
+            last = checkpoints.newest(folder)
+    if (last := gathered(last)[0]) is None:
+        return []
+    load_model(imitation, str(last / WEIGHTS))
+    checkpoints.load_optimizer(last, imitation, updates.optimizer, updates.schedule)
+    return read_json(last / checkpoints.HISTORY, [float])
