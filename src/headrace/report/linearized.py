@@ -176,8 +176,8 @@ def curve(errors: list[float]) -> Figure:
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(6, 3), layout="constrained")
         ax = figure.add_subplot()
-        ax.plot(range(1, len(errors) + 1), errors)
-        ax.set(xlabel="step", ylabel="error", yscale="log")
+        ax.plot(range(1, len(errors) + 1), errors, color=PALETTE[0])
+        ax.set(xlabel="step", ylabel="error", ylim=(0, None))
     return figure
 
 
