@@ -130,8 +130,8 @@ for backbone, title in BACKBONES.items():
     arms = tuple(arm for arm in MIXERS if arm.split()[0] == backbone)
     RUNS[f"three-quarters-{backbone}"] = Run(arms, (question,), keep=Keep(every=4))
 SEEDS = range(3)
-IMITATION = Transfer(updates=200, rows=2, held_out=16)
-WHOLE = Transfer(lr=1e-4, updates=50, rows=2, clip=1.0)
+IMITATION = Transfer(steps=200, rows=2, held_out=16)
+WHOLE = Transfer(lr=1e-4, steps=50, rows=2, clip=1.0)
 PROMPTS, NAMES = 24, 16  # texts of pairs; names in each of them
 NEEDLES, DISTANCE = 8, 900  # texts of a needle; tokens between it and the question
 ALONE = Processes(torch.device("cpu"))

@@ -37,7 +37,7 @@ from trained import peak_of
 
 CPU = torch.device("cpu")
 ALONE = Processes(CPU)
-SETTINGS = Transfer(updates=6, rows=2, save_every=2, held_out=3, warmup=0.0)
+SETTINGS = Transfer(steps=6, rows=2, save_every=2, held_out=3, warmup=0.0)
 HEDGEHOG = "hedgehog(decay.kind=sigmoid-head)"
 
 
@@ -206,7 +206,7 @@ def test_a_float64_checkpoint_is_not_rounded(precision, data, tmp_path):
     for p in model.parameters():
         p.data /= 3  # float32 has no such number
     before = {name: x.clone() for name, x in model.state_dict().items() if ".layers.1.mixer." not in name}
-    settings = replace(SETTINGS, updates=1, precision=precision)
+    settings = replace(SETTINGS, steps=1, precision=precision)
     linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, ALONE, lambda *_: None, 1)
     after = linear.state_dict()
     assert all(torch.equal(after[name], x) for name, x in before.items())
@@ -454,9 +454,14 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         assert result.code == 130 and "out was not created; the same command goes on" in result.err
     other = run_command("linearize", *words, "--lr", 1e-3)
     assert other.code == 2 and "holds another run (lr is 0.01 there and 0.001 here)" in other.err
-    for part in ("model.backbone.layers.1.mixer.o_proj", "lm_head"):
+    other = run_command("linearize", *words, "--steps", 52)
+    assert other.code == 2 and "holds another run (steps is 51 there and 52 here)" in other.err
+    for part in ("model.backbone.layers.1.mixer.o_proj", "lm_head", "config"):
         changed = load(folder)
-        changed.get_submodule(part).weight.data += 1
+        if part == "config":
+            changed.config.norm_eps *= 2
+        else:
+            changed.get_submodule(part).weight.data += 1
         other = run_command("linearize", tiny.saved(changed, tmp_path / part), *words[1:])
         assert other.code == 2 and "holds another run (model is" in other.err
     manifest = json.loads((prepared / "manifest.json").read_text("utf-8"))
@@ -609,7 +614,7 @@ def test_estimated_memory_is_the_peak_of_a_step(precision, width, tokens, most):
     """Of all that PyTorch allocates. The estimate is higher, as gradients do not exist before the backward. The weights
     of the old model have no copies in bfloat16, which would be a twentieth of the peak there."""
     teacher = tiny.build("gqa(kv_heads=2)", num_hidden_layers=6, vocab_size=257, hidden_size=width).float()
-    settings, changed = Transfer(rows=4, updates=1, precision=precision), [0, 1, 2, 4, 5]
+    settings, changed = Transfer(rows=4, steps=1, precision=precision), [0, 1, 2, 4, 5]
     imitation = Imitation(teacher, linearize(teacher, HEDGEHOG, changed))
     set_backend(imitation, "torch")
     updates = Updates(imitation, settings, mean_error, ALONE, precision)
@@ -630,7 +635,7 @@ def test_estimated_memory_is_the_peak_of_a_step(precision, width, tokens, most):
 def test_experts_that_are_not_chosen_compute_nothing():
     style = BlockStyle(experts=Experts(4, 1))
     model = tiny.build(Decoder((Layer(AttentionSpec(), "experts"),), style), num_hidden_layers=2, vocab_size=257)
-    found = costs(model.config, HEDGEHOG, [1], Transfer(rows=3, updates=2), 8)
+    found = costs(model.config, HEDGEHOG, [1], Transfer(rows=3, steps=2), 8)
     P = sum(p.numel() * (1 if p.dim() < 3 else 1 / 4) for p in model.parameters())
     N = sum(p.numel() for p in linearize(model, HEDGEHOG, [1]).model.backbone.layers[1].mixer.parameters())
     assert found["flops"] == 2 * 3 * 8 * (2 * P + 6 * N)

@@ -75,8 +75,8 @@ class LinearizeOptions:
         """The settings of the training."""
         from ..training.transfer import Transfer
 
-        own = {"lr", "trains", "rows", "window_dropout", "precision", "held_out", "seed"}
-        return Transfer(updates=self.steps, **{name: getattr(self, name) for name in own})
+        own = {"steps", "lr", "trains", "rows", "window_dropout", "precision", "held_out", "seed"}
+        return Transfer(**{name: getattr(self, name) for name in own})
 
 
 @takes(LinearizeOptions)

@@ -24,12 +24,14 @@ from ..layers.blocks.moe import MixtureOfExperts
 from ..ops.dispatch import set_backend
 from ..spec.serialize import to_json
 from ..utils.errors import InputError
+from ..utils.integrity import digest
 from . import machine as machines
 from .model import SHARED, WHOLE, kept_for_backward
 from .processes import Processes, errors_in_all
 from .transfer import Imitation, Tell, Transfer, batch_of, silent, transfer
 
 Removed = dict[str, dict[str, float]]
+SOURCE = "_name_or_path", "architectures", "transformers_version", "converted_from"  # fields of where a model is from
 CONTEXTS = 2048, 8192, 32768  # tokens at which states are counted
 WEIGHT = 4  # bytes per weight of the new layers
 
@@ -114,9 +116,10 @@ def imitate(
     return linear.eval(), {"layers": layers, "kept": kept, "nats": nats, "curve": curve, "state_bytes": states}
 
 
-def fingerprint(model: nn.Module) -> str:
-    """A SHA-256 of a model's weights."""
-    found = hashlib.sha256()
+def fingerprint(model: HeadraceForCausalLM) -> str:
+    """A SHA-256 of what a model computes: its config and its weights."""
+    config = {name: x for name, x in model.config.to_dict().items() if name not in SOURCE}
+    found = hashlib.sha256(digest(config).encode())
     for x in model.state_dict().values():
         found.update(x.cpu().flatten().view(torch.uint8).numpy())
     return found.hexdigest()

@@ -56,7 +56,7 @@ class Transfer(Optimization):
     warmup: NonNegativeFloat = 0.1
     weight_decay: NonNegativeFloat = 0.0
     clip: PositiveFloat | None = 10.0
-    updates: PositiveInt = 200  # number of steps
+    steps: PositiveInt = 200
     rows: PositiveInt = 2  # per step
     held_out: PositiveInt = 16  # rows of an evaluation
     save_every: PositiveInt = 50  # steps
@@ -66,10 +66,6 @@ class Transfer(Optimization):
     # bfloat16: autocast, with weights as the checkpoint has them; the new layers' weights are float32
     precision: Literal["bfloat16", "float32"] = "float32"
     seed: Seed = 0
-
-    @property
-    def steps(self) -> int:
-        return self.updates
 
     def weights(self, stored: torch.dtype) -> torch.dtype:
         """The data type of the old model's weights. stored: that of the checkpoint."""
