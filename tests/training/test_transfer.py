@@ -381,7 +381,13 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
         assert result.code == 0, result.err
     assert open_data(tmp_path / "data-128").manifest["length"] == 128
     page, added = (out / "report.html").read_text("utf-8"), json.loads((out / "linearize.json").read_text())
-    assert {name: added[name] for name in report} == report and set(added["beside"]) == {*evaluate[3:5]}
+    made = "commands", "environments"
+    assert {name: added[name] for name in report if name not in made} == {
+        name: x for name, x in report.items() if name not in made
+    }
+    assert set(added["beside"]) == {*evaluate[3:5]} and [len(report[name]) for name in made] == [1, 1]
+    assert len(added["commands"]) == 3 and len(added["environments"]) == 1 and "--steps 2" in added["commands"][0]
+    assert added["environments"][0] | {"device": "cpu", "threads_per_arm": 1} == added["environments"][0]
     batches = [batch_of([row], CPU) for row in evenly_spaced(open_data(data).held_out, 2)]
     lengths = [x["labels"].shape[1] - 1 for x in batches]
     for name, nats in added["beside"].items():

@@ -21,6 +21,7 @@ from .options import setting, takes
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 REPORT = "linearize.json"
 MEASURED = {"held_out": int, "precision": str, "data": str}  # what its losses depend on beside the models
+FORM = {"nats": {}, "removed": {}, "measured": MEASURED, "commands": [str], "environments": [{}]}
 LONGER = 4  # times the imitation's length: rows of the last stage
 UPDATES = 50  # of each stage that trains the model as a whole
 FEW = 4  # held-out rows on which layers are removed, as the page says
@@ -194,7 +195,7 @@ def _add(one: LinearizeOptions, data: Any, device: Any) -> dict[str, Any]:
 
     added = {"tasks": _scores(one.scores)} if one.scores else {}
     path = one.output / REPORT
-    report = read_json(path, {"nats": {}, "removed": {}, "measured": MEASURED})
+    report = read_json(path, FORM)
     settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
     require(report["measured"] == measured(settings, data), f"--data {str(one.data)!r} is not that of {str(path)!r}")
     report |= {"beside": report.get("beside", {})} | added
@@ -204,7 +205,7 @@ def _add(one: LinearizeOptions, data: Any, device: Any) -> dict[str, Any]:
             model: Any = load(other)
             cast(model.to(device), settings.weights(model.dtype))
             report["beside"][other] = held_out_loss(model, data, settings)
-    _keep(report, one.output)
+        _keep(report, one.output, device)
     show_losses(report)
     return report
 
@@ -252,10 +253,10 @@ def _write(one: LinearizeOptions, keep: Any, data: Any, processes: Any, work: Pa
     with timed_steps(processes.device, one.threads or 1):
         both = {"original": cast(model, dtype), "linear": linear}
         report["decoding"] = speeds(both, report["state_bytes"])
-    report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
-    report["measured"] = measured(one.settings, data)
-    report["next"] = next_commands(one, data.manifest["length"], linear.config)
-    _keep(report, ready)
+        report |= {"mixer": one.mixer, "keep": one.keep, "from": str(one.checkpoint), "seed": one.seed}
+        report |= {"measured": measured(one.settings, data), "commands": [], "environments": []}
+        report["next"] = next_commands(one, data.manifest["length"], linear.config)
+        _keep(report, ready, processes.device)
     return report
 
 
@@ -263,11 +264,15 @@ def measured(settings: Any, data: Any) -> dict[str, Any]:
     return {"held_out": settings.held_out, "precision": settings.precision, "data": digest(data.identity)}
 
 
-def _keep(report: dict[str, Any], folder: Path) -> None:
-    """Writes the report as JSON and as a page."""
+def _keep(report: dict[str, Any], folder: Path, device: Any) -> None:
+    """Writes the report as JSON and as a page, with this command and where it ran."""
+    from ..files.environment import command, environment
     from ..training.card import can_draw
     from ..utils.extras import named
 
+    made = {"commands": command(), "environments": environment(str(device)) | {"seed": report["seed"]}}
+    for name, one in made.items():
+        report[name] = [other for other in report[name] if other != one] + [one]
     write_json(folder / REPORT, report)
     if can_draw():
         from ..report.linearized import write_page

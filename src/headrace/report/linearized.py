@@ -8,7 +8,6 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
-from ..files.environment import environment
 from .numbers import count, significant
 from .page import PALETTE, SOFT, STYLE, Page, Section, picture
 
@@ -59,8 +58,9 @@ def write_page(report: Report, folder: Path) -> Path:
             contexts(report, folder),
             Section("Next", listing="\n".join(f"# {what}\n{line}" for what, line in report["next"].items())),
         ],
-        [environment() | {"seed": report["seed"]}],
+        report["environments"],
         f"The held-out loss is {loss:.3f} nats per token, {more:+.3f} to the original, before the whole model trains.",
+        "\n".join(report["commands"]),
     )
     return page.write(folder / "report.html")
 
