@@ -60,7 +60,7 @@ class LinearizeOptions:
         "of CHECKPOINT trained on the same rows. Repeatable.",
         show_default=False,
     )
-    scores: Path | None = setting("Adds the scores of this folder of `headrace eval` to the report of an OUTPUT.")
+    scores: Path | None = setting("Adds the scores of this folder of `headrace eval` to the report of an existing OUTPUT.")
     device: Device = None
     threads: Threads = None
     machine: str | None = setting(
@@ -87,7 +87,7 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
     The new layers take over q, k, v and o. Each is trained to give what the old one gave for the same input, all at
     once; nothing else trains. After an interruption, the same command goes on. OUTPUT/report.html shows how well each
     layer imitates, what the model loses without it, the state and speed of both models, and the commands that train the
-    model as a whole; OUTPUT/linearize.json has the numbers. With --beside and --scores nothing trains: the held-out
+    model as a whole; OUTPUT/linearize.json has the numbers. With --beside or --scores nothing trains: the held-out
     losses of these models, and the scores of tasks, are added to the report."""
     from ..convert.checkpoint import fetched, read_config, read_tokenizer
     from ..data import open_data
@@ -107,7 +107,7 @@ def linearize(options: LinearizeOptions) -> dict[str, Any]:
                     f"{model}"
                 )
         if adds:
-            refuse_idle("with --beside and --scores", machine=one.machine)
+            refuse_idle("with --beside or --scores", machine=one.machine)
             with locked(one.output):
                 return _add(one, data, processes.device)
         changed = checked(config, one.mixer, keep, data, settings)  # before the weights are read
