@@ -373,6 +373,9 @@ def test_every_command_takes_a_file_for_a_checkpoint(tmp_path, monkeypatch):
     run("convert", "model.gguf", "--output", "folder")
     both = "model.gguf", "folder"
     ours, converted = (read_config(x) for x in both)
+    run("convert", "model.gguf", "--to", "llama", "--output", "theirs")
+    theirs = AutoModelForCausalLM.from_pretrained("theirs")
+    assert theirs.generation_config.eos_token_id == import_gguf("model.gguf")[0].generation_config.eos_token_id
     assert ours.stack == converted.stack and ours.dtype == converted.dtype and ours.vocab_size == converted.vocab_size
     tokens = ("--prompt", "the cats", "--temperature", "0", "--max-new-tokens", "4", "--json")
     assert len({str(json.loads(run("generate", x, *tokens))["tokens"]) for x in both}) == 1

@@ -253,7 +253,10 @@ def convert(options: ConvertOptions) -> None:
         elif to is None:
             import_checkpoint(source, precision, one.ignore or ()).save_pretrained(folder)
         else:
-            cached = export_checkpoint(load(source), to, folder)
+            model: Any = load(source)
+            cached = export_checkpoint(model, to, folder)
+            if source.suffix == GGUF:  # which has no file of them to copy
+                model.generation_config.save_pretrained(folder)
         _copy_tokenizer(source, folder, _copy(source, folder))
         set_use_cache(folder, to, cached)
     print(f"{one.output} is {one.checkpoint} in the format of {to or 'headrace'}")
