@@ -90,7 +90,7 @@ def computed_by(name: str) -> list[str]:
     """The backends that a mixer's recurrence or attention has; PyTorch's operations compute every one."""
     spec = zoo.get(name)
     chosen = [backend for backend in BACKENDS if backend != "onnx"] if isinstance(spec, MixerSpec) else ["torch"]
-    if isinstance(spec, ScanSpec) and spec.kind == "mamba":  # ops/backends/native/scan.py
+    if isinstance(spec, ScanSpec) and spec.kind == "mamba":  # extra/native_scan.py
         chosen = ["native", "torch"]
     with torch.device("meta"):
         model = HeadraceForCausalLM(HeadraceConfig(mixer=name, vocab_size=8, hidden_size=64, num_hidden_layers=1))

@@ -5,8 +5,8 @@ import torch
 
 from equation import selective_literally
 from headrace import InputError, layers, zoo
+from headrace.extra import native_scan as scan
 from headrace.extra.selective_scan import Operands
-from headrace.ops.backends.native import scan
 from headrace.verification.verify import relative
 
 OPERATOR = torch.ops.headrace.selective_scan.default

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ..layers.base import Mixer, Recurrence
 from ..layers.linear.convolution import convolve
 from ..layers.linear.decays import draw_step_bias_, finite_exp
-from ..ops.backends.native import scan as native
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.attention import AttentionSpec
 from ..spec.mixer import Facts, Update
 from ..spec.stack import BlockStyle, Decoder, Experts, Layer
+from . import native_scan as native
 from .registration import register_mixer, register_model
 from .scan import START, ScanState
 from .selective_scan import Operands, selective_scan, selective_step

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import derivatives
-from ...autograd import define
-from ...call import Call
-from . import library as native
-from .structs import LAYOUTS
+from ..ops import derivatives
+from ..ops.autograd import define
+from ..ops.backends.native import library as native
+from ..ops.backends.native.structs import LAYOUTS
+from ..ops.call import Call
 
 CHUNK, PART = 32, 256  # HR_SCAN_CHUNK, HR_SCAN_PART
 LARGEST = 2**16
@@ -103,6 +103,6 @@ _scan = define("selective_scan", f"({INPUTS}, bool keep)", 3, _forward, _fake, "
 
 
 def selective_scan(operands: tuple[Tensor, ...], cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `selective_scan` of extra/selective_scan.py for packed sequences with these bounds."""
+    """Computes `selective_scan` of selective_scan.py for packed sequences with these bounds."""
     keep = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     return _scan(*operands, cu_seqlens, keep)[:2]
