@@ -10,7 +10,7 @@ import triton
 
 import dry
 from headrace import InputError, backends
-from headrace.ops.backends.fla import op
+from headrace.extra.fla import op
 
 
 def chosen_backend(dtype=torch.bfloat16, grad=False, **more):

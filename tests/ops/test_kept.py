@@ -13,12 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tiny
 from equation import skip_if_missing
 from headrace import InputError, Mixer, step
+from headrace.extra.fla import packing
 from headrace.hf import HeadraceCache
 from headrace.history.layers import attention, symmetric
 from headrace.layers import graph
 from headrace.layers.packing import padding_last
 from headrace.ops import prepared
-from headrace.ops.backends.fla import packing
 from headrace.ops.backends.torch import decay
 from headrace.spec.attention import Pattern
 

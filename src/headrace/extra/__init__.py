@@ -1,6 +1,7 @@
 """Mixers and stages of mixers that few need, each a file that registers itself as a plug-in does: its spec, its layer,
 its names. A file is imported when one of its names, or a spec that has its stage, is asked for. Layers get the
-arguments of LinearMixer, and do not use those that they do not name."""
+arguments of LinearMixer, and do not use those that they do not name. Backends that only some machines have, or that
+only an export needs, are rows of the table of `ops/dispatch.py`."""
 
 from ..utils import tables
 
@@ -62,3 +63,5 @@ tables.offer("headrace.extra.specs.matrix", types=("matrix",))
 tables.offer("headrace.extra.specs.latent", types=("latent",))
 tables.offer("headrace.extra.linearized", linear=("hedgehog",), types=("linearized",))
 tables.offer("headrace.extra.windowed", linear=("lolcats",), types=("windowed",))
+tables.offer("headrace.extra.fla.op", backends=("fla",))
+tables.offer("headrace.extra.onnx_node", backends=("onnx",))

@@ -7,10 +7,8 @@ from torch import nn
 
 from ..spec.record import require_name
 from ..utils.errors import InputError
-from .backends.base import Backend, HasBackend
-from .backends.fla import op as fla_op
+from .backends.base import PLUGGED, Backend, HasBackend
 from .backends.native import op as native_op
-from .backends.onnx import op as onnx_op
 from .backends.torch import op as torch_op
 from .backends.triton import op as triton_op
 from .checks import check_module, require
@@ -18,7 +16,7 @@ from .checks import check_module, require
 # In order of preference: "auto" takes the first backend that is available and does not refuse the arguments. Inside
 # torch.onnx.export that is onnx, on a CPU native or torch, on a Hopper GPU triton, on another GPU fla or torch.
 BACKENDS: dict[str, Backend] = {
-    "onnx": onnx_op.BACKEND, "native": native_op.BACKEND, "triton": triton_op.BACKEND, "fla": fla_op.BACKEND,
+    "onnx": PLUGGED["onnx"], "native": native_op.BACKEND, "triton": triton_op.BACKEND, "fla": PLUGGED["fla"],
     "torch": torch_op.BACKEND,
 }  # fmt: skip
 

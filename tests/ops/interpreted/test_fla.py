@@ -13,7 +13,7 @@ import fla_shims
 
 from equation import DECAYS, Way, assert_same, detached, inputs
 from headrace import InputError, linear_attention
-from headrace.ops.backends.fla import op
+from headrace.extra.fla import op
 
 fla_shims.install()
 T, H, K, V = 70, 2, 16, 24  # a chunk of 64 tokens and a part of the next

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ...utils.tables import Table
+
 Prepared = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -41,4 +43,5 @@ class Backend(NamedTuple):
     on_request: Callable[..., bool] = lambda *arguments: False
 
 
+PLUGGED: Table[Backend] = Table("backends")  # that plug-ins have; dispatch.py gives them their places
 OPERATIONS = Backend._fields[2:4]

@@ -22,12 +22,12 @@ import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
-from ....utils.device import constant, interpreted, is_hopper, may_round_float32, without_autocast
-from ....utils.extras import named
-from ...autograd import INSTEAD
-from ...call import Call
-from ...derivatives import first_order, transformed
-from ..base import Backend, Kernel
+from ...ops.autograd import INSTEAD
+from ...ops.backends.base import PLUGGED, Backend, Kernel
+from ...ops.call import Call
+from ...ops.derivatives import first_order, transformed
+from ...utils.device import constant, interpreted, is_hopper, may_round_float32, without_autocast
+from ...utils.extras import named
 from .packing import packing
 
 DTYPES = torch.bfloat16, torch.float16, torch.float32
@@ -175,8 +175,4 @@ def _about() -> str:
     return f"fla-core {version('fla-core')}, Triton {import_module('triton').__version__}{more}"
 
 
-BACKEND = Backend(
-    missing=_missing,
-    about=_about,
-    linear_attention=Kernel(_run, _unsupported_reason),
-)
+BACKEND = PLUGGED["fla"] = Backend(_missing, _about, Kernel(_run, _unsupported_reason))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...checks import sequence_ends
+from ...ops.checks import sequence_ends
 
 
 class Packing(NamedTuple):

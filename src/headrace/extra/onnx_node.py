@@ -1,5 +1,6 @@
-"""The recurrence as a node LinearAttention of an ONNX graph. ONNX Runtime has kernels for it (CPU, CUDA, WebGPU) in its
-own domain; opset 27 of ONNX has the same node.
+"""The backend "onnx": while `torch.onnx.export` traces a model, the recurrence becomes one node of the graph,
+LinearAttention. ONNX Runtime has kernels for it (CPU, CUDA, WebGPU) in its own domain; opset 27 of ONNX has the same
+node.
 
 The node has no gates, no fixed decay, no β under the additive rule and no heads of v that share keys; they are computed
 by nodes before it.
@@ -8,9 +9,9 @@ by nodes before it.
 import torch
 from torch import Tensor
 
-from ...call import Call, accumulator, gated
-from ..base import Backend, Kernel
-from ..torch import step
+from ..ops.backends.base import PLUGGED, Backend, Kernel
+from ..ops.backends.torch import step
+from ..ops.call import Call, accumulator, gated
 
 DOMAIN = "com.microsoft"
 
@@ -53,7 +54,7 @@ def _missing() -> str | None:
     return "it writes nodes of an ONNX graph, inside torch.onnx.export only"
 
 
-BACKEND = Backend(
+PLUGGED["onnx"] = Backend(
     missing=_missing,
     about=lambda: f"PyTorch {torch.__version__}",
     linear_attention=Kernel(_run, _unsupported_reason, extras=("queries",)),
