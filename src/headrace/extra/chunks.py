@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..layers.base import Mixer, Recurrence
+from ..layers.base import Mixer
 from ..layers.linear.token import MixerState
 from ..ops.autograd import define, library
 from ..ops.derivatives import first_order, transformed
 from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
+from .recurrence import Recurrence
 from .specs.matrix import MatrixSpec
 
 CHUNK = 32  # tokens per chunk of the matrix memories; a power of two

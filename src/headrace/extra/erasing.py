@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.linear.recur import ModuleRecur
 from ..layers.linear.stage import STAGES, Stage, Tokens
 from ..ops.sequences import Sequences
 from ..spec.linear import RULES, MixerSpec, Read, Write
 from ..zoo.mixers import GATED_DELTANET, KDA
 from .chunks import recur
 from .dplr import Operands, form, step
-from .recurrence import RecurrenceModule
+from .recurrence import ModuleRecur, RecurrenceModule
 from .registration import register_mixer
 
 

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from .. import zoo
 from ..layers.linear.mixer import LinearMixer
-from ..layers.linear.recur import ModuleRecur
 from ..layers.linear.stage import Tokens
 from ..ops.sequences import Sequences, avoid_sync
 from ..spec.linear import MixerSpec
@@ -33,7 +32,7 @@ from ..spec.mixer import Facts
 from ..spec.record import Range
 from ..spec.serialize import TYPES
 from .chunks import recomputed
-from .recurrence import RecurrenceModule
+from .recurrence import ModuleRecur, RecurrenceModule
 from .registration import register_mixer
 
 BITS = 5  # logarithm of the number of tokens in a block whose pairs are computed

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence
+from ..layers.base import Mixer
 from ..layers.linear.convolution import convolve
 from ..layers.linear.decays import draw_step_bias_, finite_exp
 from ..ops.call import accumulator
@@ -20,6 +20,7 @@ from ..spec.attention import AttentionSpec
 from ..spec.mixer import Facts, Update
 from ..spec.stack import BlockStyle, Decoder, Experts, Layer
 from . import native_scan as native
+from .recurrence import Recurrence
 from .registration import register_mixer, register_model
 from .scan import START, ScanState
 from .selective_scan import Operands, selective_scan, selective_step

@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.linear.mixer import LinearMixer
-from ..layers.linear.recur import ModuleRecur
 from ..ops.derivatives import apply_function, first_order
 from ..ops.sequences import Sequences
 from ..spec.decay import DECAYS, Decay, DecayShape
@@ -32,7 +31,7 @@ from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
 from ..spec.mixer import Facts
 from ..spec.record import PositiveInt
 from ..spec.serialize import TYPES
-from .recurrence import RecurrenceModule
+from .recurrence import ModuleRecur, RecurrenceModule
 from .registration import register_mixer
 
 

@@ -1,17 +1,41 @@
-"""The base of modules that compute the recurrence of a linear mixer, for a stage that is a `ModuleRecur`.
+"""Recurrences that are modules of their own, and the stage of a linear mixer for one, `ModuleRecur`.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..layers.base import Recurrence, SelfInitialized
+from ..layers.base import SelfInitialized
+from ..layers.linear.recur import Recur
+from ..layers.linear.stage import Stage, Tokens
 from ..ops.call import accumulator, gated
 from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
+
+
+class Recurrence(nn.Module):
+    """Calls the recurrence of a mixer. It is a module so that a counter of operations can leave it out: PyTorch counts
+    the matrix products of the form that is computed, and the spec's `flops_per_token` counts the recurrent form."""
+
+    def forward(self, function: Callable[..., Any], *given: Any) -> Any:
+        return function(*given)
+
+
+class ModuleRecur(Recur):
+    """A module that computes the recurrence, by calls of `linear_attention` or not."""
+
+    name: ClassVar[str]  # of the module in the mixer
+    splits = False
+    native = Stage.native
+
+    def module(self, mixer: Any) -> nn.Module:
+        return getattr(mixer, self.name)
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        t.out, t.after["memory"] = self.module(mixer)(self.op(mixer), self.tensors(t), t.state, t.sequences)
 
 
 class RecurrenceModule(SelfInitialized, Recurrence):

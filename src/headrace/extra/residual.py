@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.base import Recurrence, SelfInitialized
-from ..layers.linear.recur import ModuleRecur
+from ..layers.base import SelfInitialized
 from ..layers.linear.stage import STAGES, Tokens
 from ..layers.maps import mixed, wanted
 from ..ops.call import accumulator, gated
@@ -32,6 +31,7 @@ from ..spec.linear import RULES, MixerSpec, Write
 from ..utils.device import without_autocast
 from ..zoo.mixers import GATED_DELTANET
 from .chunks import Chunks, carry
+from .recurrence import ModuleRecur, Recurrence
 from .registration import register_mixer
 
 TINY = 1e-12  # added to the denominator: the surprise of an empty memory and a zero value is 0

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence
+from ..layers.base import Mixer
 from ..layers.linear.convolution import convolve
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
+from .recurrence import Recurrence
 from .registration import register_mixer
 from .scan import START, ScanState, elementwise
 from .specs.scan import KINDS, ScanKind, ScanSpec

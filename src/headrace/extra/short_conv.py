@@ -6,11 +6,12 @@ Dimensions: B batch, T tokens, D hidden size, N sequences, W width.
 
 from torch import Tensor, nn
 
-from ..layers.base import Mixer, Recurrence
+from ..layers.base import Mixer
 from ..layers.linear.convolution import convolve
 from ..ops.call import accumulator
 from ..ops.sequences import Sequences
 from ..spec.mixer import Facts, Update
+from .recurrence import Recurrence
 from .registration import register_mixer
 from .scan import START, ScanState
 from .specs.scan import KINDS, ScanKind, ScanSpec

@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.base import Recurrence
 from ..layers.linear.project import Heads
 from ..layers.linear.recur import Recur
 from ..layers.linear.stage import Tokens
@@ -37,6 +36,7 @@ from ..spec.serialize import TYPES
 from ..utils.device import without_autocast
 from ..utils.errors import InputError
 from .linearized import LinearizedMixer, LinearizedSpec, MapLearned
+from .recurrence import Recurrence
 from .registration import register_mixer
 
 FIRST = 0.1  # γ at the beginning, as in the configurations of HazyResearch/lolcats

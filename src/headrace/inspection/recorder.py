@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..extra.recurrence import ModuleRecur
 from ..extra.rwkv7 import RWKV7
 from ..layers.linear.mixer import LinearMixer
-from ..layers.linear.recur import ModuleRecur
 from ..layers.maps import Reading, asking
 from ..training.gate_statistics import FAILURES, failures
 

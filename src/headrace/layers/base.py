@@ -3,7 +3,7 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -27,14 +27,6 @@ class SelfInitialized(nn.Module):
     def reset_parameters(self) -> None:
         """Initializes the module's own parameters and buffers, without those of its submodules."""
         raise TypeError(f"{type(self).__name__} does not define reset_parameters")
-
-
-class Recurrence(nn.Module):
-    """Calls the recurrence of a mixer. It is a module so that a counter of operations can leave it out: PyTorch counts
-    the matrix products of the form that is computed, and the spec's `flops_per_token` counts the recurrent form."""
-
-    def forward(self, function: Callable[..., Any], *given: Any) -> Any:
-        return function(*given)
 
 
 def named(path: str) -> Any:

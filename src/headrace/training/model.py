@@ -18,8 +18,8 @@ from torch.utils.module_tracker import ModuleTracker
 
 from ..convert import load
 from ..convert.checkpoint import read_config
+from ..extra.recurrence import Recurrence
 from ..hf import HeadraceConfig, HeadraceForCausalLM
-from ..layers.base import Recurrence
 from ..ops.backends.torch.op import BACKEND
 from ..ops.backends.triton.op import unsupported_on_gpus
 from ..ops.call import Call

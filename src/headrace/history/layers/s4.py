@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...extra.recurrence import Recurrence
 from ...extra.scan import ScanState
 from ...extra.specs.scan import ScanSpec
-from ...layers.base import Mixer, Recurrence
+from ...layers.base import Mixer
 from ...layers.linear.decays import finite_exp
 from ...ops.call import accumulator
 from ...ops.checks import require

@@ -6,7 +6,7 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,20 +112,6 @@ class Recur(Stage):
             token = {name: _at(y, i) for name, y in tensors.items()}
             out, memory = step(**token, **settings, state=memory, backend=backend, in_place=in_place)
         return out[:, None], memory
-
-
-class ModuleRecur(Recur):
-    """A module that computes the recurrence, by calls of `linear_attention` or not."""
-
-    name: ClassVar[str]  # of the module in the mixer
-    splits = False
-    native = Stage.native
-
-    def module(self, mixer: Any) -> nn.Module:
-        return getattr(mixer, self.name)
-
-    def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.out, t.after["memory"] = self.module(mixer)(self.op(mixer), self.tensors(t), t.state, t.sequences)
 
 
 class WeightSum(Stage):
