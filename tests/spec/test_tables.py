@@ -16,6 +16,7 @@ from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
 from headrace.layers.linear.token import TOKENS
+from headrace.ops.backends.base import PLUGGED
 from headrace.spec import MixerSpec, Spec, attention, from_json, linear, serialize, stack, to_json
 from headrace.spec.mixer import Facts, ModelSpec
 from headrace.spec.stack import Decoder, Layer
@@ -25,7 +26,7 @@ TABLES = {
     table.name: table
     for table in (
         *zoo.TABLES.values(), zoo.MODELS, serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS,
-        stack.SHARED, linear.RULES, linear.LAYERS, DECAYS, STAGES, TOKENS,
+        stack.SHARED, linear.RULES, linear.LAYERS, DECAYS, STAGES, TOKENS, PLUGGED,
     )
 }  # fmt: skip
 

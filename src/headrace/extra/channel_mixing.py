@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.base import Mixer, ShiftState
-from ..layers.linear.token_shift import mixed
 from ..ops.sequences import Sequences
 from ..spec.stack import MLPS
+from .rwkv import mixed
 
 
 class ChannelMixing(Mixer):

@@ -190,49 +190,6 @@ class SigmoidHeadDecay(DecayModule):
         return F.logsigmoid(biased(x, self.bias)) / self.spec.temperature
 
 
-@torch.no_grad()
-def rise_(bias: Tensor, depth: float) -> None:
-    """RWKV's initialization of the logarithms of decay rates: from −6 to −1 over channels, later in deeper layers."""
-    n = bias.numel()
-    place = torch.arange(n) / max(n - 1, 1)
-    bias.copy_(-6 + 5 * place ** (0.7 + 1.3 * depth))
-
-
-class ExpFixedDecay(DecayModule):
-    """RWKV-5's decay: log_decay [B, T, H, K] = −exp(b), of all tokens (arXiv 2404.05892, section 4.1.2)."""
-
-    kind = "exp-fixed"
-
-    def build(self) -> None:
-        self.bias = nn.Parameter(torch.empty(self.num_heads * self.key_dim))
-
-    def reset_parameters(self) -> None:
-        rise_(self.bias, self.depth)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._heads(-finite_exp(self.bias.to(accumulator(x)))).expand(*x.shape[:2], -1, -1)
-
-
-class ExpDecay(DecayModule):
-    """RWKV-6's decay: log_decay [B, T, H, K] = −exp(b + tanh(x) W) (arXiv 2404.05892, section 4.2.2)."""
-
-    kind = "exp"
-    starts_fixed = True
-
-    def build(self) -> None:
-        self.in_features = self.spec.projected(self.num_heads, self.key_dim)
-        self.bias = nn.Parameter(torch.empty(self.num_heads * self.key_dim))
-        self.up = nn.Parameter(torch.empty(self.in_features, self.num_heads * self.key_dim))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        rise_(self.bias, self.depth)
-        self.up.uniform_(-0.01, 0.01)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return -finite_exp(biased(self._heads(torch.tanh(x) @ self.up), self.bias))
-
-
 class SoftplusVectorDecay(DecayModule):
     """Decay of Kimi Delta Attention (arXiv 2510.26692): log_decay [B, T, H, K] = −A softplus(W x + b), A per head; with
     a lower bound ℓ, ℓ σ(A (W x + b))."""

@@ -29,7 +29,6 @@ from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadG
 from .recur import Recur, StepSize, Strength, WeightSum
 from .stage import Plugged, Stage, Tokens
 from .token import MixerState, find_program, mixer_program, run_mixer, token_of
-from .token_shift import Shift
 
 MEMORIES = "competition.memories_per_head"
 
@@ -47,7 +46,7 @@ class LinearMixer(Mixer, HasBackend):
 
     # The stages in their order. A mixer has those that apply to its spec, and the first recurrence that does.
     INPUTS: ClassVar[tuple[Any, ...]] = (
-        Positions, Shift, Project, Convolve, Heads, ValueMap, Decays,
+        Positions, Plugged("shift", "inputs.shift"), Project, Convolve, Heads, ValueMap, Decays,
         Plugged("complement-key", "inputs.key", ("complement",)), Compete,
         Plugged("keys-of-steps", "write.steps"), RotateFirst, FeatureMap, QKNorm,
         Plugged("biased-norm", "inputs.qk_norm", ("rms-bias",)), Rotate, Plugged("turn", "inputs.turns"),

@@ -13,14 +13,13 @@ from ...ops.attention import linear_attention
 from ...ops.backends.native.bound import Bound
 from ...ops.backends.native.layer import ABSENT
 from ...ops.backends.native.library import DTYPES
-from ...ops.backends.native.program import NAMES, Program, UnsupportedError
+from ...ops.backends.native.program import Program, UnsupportedError
 from ...ops.call import NORMALIZER_EPS
 from ...ops.derivatives import has_address
 from ...spec.linear import Competition
 from ...utils.tables import Table
 from ..base import check_state
 from ..quantized import QuantizedLinear
-from .token_shift import TokenShift
 
 
 class MixerState(NamedTuple):
@@ -130,38 +129,13 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     if mixer.shift is None:
         add_linear(program, mixer, "in_proj", x, projected)
     else:
-        _add_shifted_projections(program, mixer, x, projected, place)
+        shift = program.module(mixer, "shift", mixer.part_classes["shift"])
+        shift.add_projections(program, mixer, x, projected, place)
     read = program.columns(H * V)
     reads_input = spec.competition is not None and gate.source == "hidden"
     program.add("layer", x=projected, out=read, other=x if reads_input else -1, layer=layer)
     add_linear(program, mixer, "o_proj", read, out, add)
     program.release(start)
-
-
-def _add_shifted_projections(program: Program, mixer: Any, x: int, projected: int, place: int) -> None:
-    """Adds the token shift and the projection of each of its streams (token_shift.py)."""
-    shift = program.module(mixer, "shift", TokenShift)
-    D, streams = mixer.hidden_size, shift.STREAMS
-    rank = shift.up.shape[1]
-    state = program.state(place, "shift", (1, D))
-    mixed = program.columns(D)
-    low, more = program.columns(len(streams) * rank), program.columns(D)
-    names = "base", "offset", "down", "up"
-    weight = {name: program.weight(shift, name, getattr(shift, name).shape) for name in names}
-    program.add("mix", x=x, out=mixed, inputs=D, weight=weight["base"], state=state)
-    program.add("transposed", x=mixed, out=low, inputs=D, outputs=len(streams) * rank, weight=weight["down"])
-    program.add("activate", x=low, out=low, inputs=len(streams) * rank, what=NAMES["activation"].index("tanh"))
-    first = 0
-    for part, size in mixer.parts.items():
-        source = x
-        if part in streams:
-            i, source = streams.index(part), mixed
-            at = low + i * rank
-            program.add("transposed", x=at, out=more, inputs=rank, outputs=D, weight=weight["up"], first=i)
-            program.add("mix", x=x, out=mixed, inputs=D, other=more, weight=weight["offset"], first=i, state=state)
-        add_linear(program, mixer, "in_proj", source, projected + first, rows=(first, size))
-        first += size
-    program.add("store", x=x, inputs=D, state=state)
 
 
 def add_linear(
