@@ -1,5 +1,7 @@
 """Checks of the tensors that `step` writes into: the state with in_place=True, and out."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -31,19 +33,23 @@ def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, T
     if not torch.compiler.is_compiling() and not transformed():  # there tensors have no addresses
         ended = not torch.is_inference_mode_enabled() and any(x.is_inference() for x in written.values())
         require(not ended, "state or out is an inference tensor; expected torch.inference_mode(), since it is written")
-        check_apart(written, tensors)
+        present = {name: x for name, x in (tensors | written).items() if x is not None}
+        if all(map(has_address, present.values())):
+            spans = ((*_span(x), name, name in written) for name, x in present.items())
+            check_apart(spans, "memory of its own, since it is written")
 
 
-def check_apart(written: dict[str, Tensor], tensors: dict[str, Tensor | None]) -> None:
-    """Raises InputError if a tensor that is written shares memory with another."""
-    present = {name: x for name, x in (tensors | written).items() if x is not None}
-    if not all(map(has_address, present.values())):
-        return
-    spans = {name: _span(x) for name, x in present.items()}
-    for name in written:
-        for other, (start, end) in spans.items():
-            apart = other == name or end <= spans[name][0] or spans[name][1] <= start
-            require(apart, f"{name} shares memory with {other}; expected memory of its own, since it is written")
+def check_apart(spans: Iterable[tuple[int, int, str, bool]], expected: str) -> None:
+    """Raises InputError, which says what is expected, if a tensor that is written shares memory with another.
+
+    spans: of each tensor its first address, that after its last, its name, and whether it is written."""
+    reached, owner, writes = 0, "", False
+    for start, end, name, written in sorted(spans):
+        if start < reached and (written or writes):
+            mine, other = (name, owner) if written else (owner, name)
+            raise InputError(f"{mine} shares memory with {other}; expected {expected}")
+        if end > reached:
+            reached, owner, writes = end, name, written
 
 
 def _span(x: Tensor) -> tuple[int, int]:

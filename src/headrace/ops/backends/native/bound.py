@@ -20,6 +20,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from ....utils.errors import InputError
 from ...checks import require
 from ...derivatives import transformed
+from ...written import check_apart
 from . import library as native
 from .program import NAMES, Layer, Operation, Program, UnsupportedError
 from .structs import LAYOUTS
@@ -127,20 +128,13 @@ class Bound:
 
     def _check_apart(self, states: list[Tensor], places: list[int]) -> None:
         """Raises InputError if a state shares memory with another tensor."""
-        names = [x.name for x in self.program.states]
-        spans = sorted(
-            (place, place + x.nbytes, name, of_state)
-            for some, of_state in (((self.weights, self.places, [x.name for x in self.program.weights]), False),
-                                   ((states, places, names), True))
-            for x, place, name in zip(*some, strict=True)
-        )  # fmt: skip
-        reached, owner, state = 0, "", False
-        for start, end, name, of_state in spans:
-            if start < reached and (state or of_state):
-                mine, other = (name, owner) if of_state else (owner, name)
-                raise InputError(f"{mine} shares memory with {other}; expected separate memory for the state")
-            if end > reached:
-                reached, owner, state = end, name, of_state
+        given = (self.weights, self.places, self.program.weights), (states, places, self.program.states)
+        spans = (
+            (place, place + x.nbytes, expected.name, of_state)
+            for some, of_state in zip(given, (False, True), strict=True)
+            for x, place, expected in zip(*some, strict=True)
+        )
+        check_apart(spans, "separate memory for the state")
 
     def _packed(self, states: list[Tensor], places: list[int]) -> tuple[bytes, bytes]:
         operations = zip(self.program.operations, self.of_operations, strict=True)
