@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import derivatives
-from .call import DIFFERENTIABLE, SCHEMA, Call, accumulator
+from .call import DIFFERENTIABLE, SCHEMA, Call, accumulator, like
 
 INSTEAD = (
     "; expected form='recurrent', which has all derivatives: for a layer, layer.op = partial(linear_attention, "
@@ -142,7 +142,7 @@ def _fake_kept(kept_shapes: Callable) -> Callable:
 
 
 def _fake_backward(d_out, d_final, call, kept, wanted):
-    return [x if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in call.tensors]
+    return [x if x is None else like(x) for x in call.tensors]
 
 
 def _save(ctx, inputs, output) -> None:

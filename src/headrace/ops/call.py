@@ -104,6 +104,11 @@ def gated(x: Tensor, gate: Tensor | None) -> Tensor:
     return x if gate is None else x * gate[..., None]
 
 
+def like(x: Tensor, *_: Any) -> Tensor:
+    """Returns an empty, contiguous tensor of the shape, dtype and device of x."""
+    return x.new_empty(x.shape)
+
+
 def product(x: Tensor | None, y: Tensor | None = None, out: Tensor | None = None) -> Any:
     """Returns the product of the factors that are not None; None for two of them."""
     if x is None or y is None:

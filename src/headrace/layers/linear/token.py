@@ -14,7 +14,7 @@ from ...ops.backends.native.bound import Bound
 from ...ops.backends.native.layer import ABSENT
 from ...ops.backends.native.library import DTYPES
 from ...ops.backends.native.program import Program, UnsupportedError
-from ...ops.call import NORMALIZER_EPS
+from ...ops.call import NORMALIZER_EPS, like
 from ...ops.derivatives import has_address
 from ...spec.linear import Competition
 from ...utils.tables import Table
@@ -83,7 +83,7 @@ def run_mixer(program: Bound, mixer: Any, x: Tensor, state: Any) -> tuple[Tensor
             (state,) = program.copies([state])
             ready = program.take([state], len(x))
     assert ready is not None
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    y = like(x)
     ready.run({0: x.contiguous(), len(program.program.operations) - 1: y})
     return y, state
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...utils.device import without_autocast
 from ...utils.errors import InputError
-from ..call import Call, accumulator, gated
+from ..call import Call, accumulator, gated, like
 from ..checks import check_bounds, require
 from ..derivatives import first_order
 
@@ -118,7 +118,7 @@ class SequenceShard:
 
     def gather(self, x: Tensor) -> list[Tensor]:
         """Returns x of every process."""
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        parts = [like(x) for _ in range(self.size)]
         dist.all_gather(parts, x.contiguous(), self.group)
         return parts
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ... import derivatives
 from ...autograd import define
-from ...call import Call
+from ...call import Call, like
 from ...modules import is_plain
 from . import library as native
 from .structs import LAYOUTS
@@ -56,13 +56,9 @@ def _place(x: Tensor) -> bytes:
     return native.PLACE.pack(*native.place(x[:, :, None]))
 
 
-def _like(x: Tensor, *_) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _forward(*args) -> Tensor:
     assert native.library is not None
-    given, out = _Given(*args), _like(args[0])
+    given, out = _Given(*args), like(args[0])
     native.check(native.library.hr_convolve(*given.packed, _place(out)))
     return out
 
@@ -71,7 +67,7 @@ def _backward(d_out: Tensor, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert native.library is not None
     given, d_out = _Given(*args), d_out.contiguous()
     native.expect("d_out", d_out, args[0].shape, args[0].dtype)
-    d_x, d_weight = _like(d_out), given.weight.new_empty(len(given.history), *given.weight.shape)
+    d_x, d_weight = like(d_out), given.weight.new_empty(len(given.history), *given.weight.shape)
     d_history = torch.empty_like(given.history)
     into = _place(d_x), d_weight.data_ptr(), d_history.data_ptr()
     native.check(native.library.hr_convolve_backward(*given.packed, _place(d_out), *into))
@@ -82,7 +78,7 @@ def _backward(d_out: Tensor, *args) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _fake_backward(d_y, x, weight, bias, history, cu_seqlens):
-    return _like(x), _like(weight), weight.new_empty(len(weight)), _like(history)
+    return like(x), like(weight), weight.new_empty(len(weight)), like(history)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -97,4 +93,4 @@ def _differentiate(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _gradient = define("convolve_backward", f"(Tensor d_y, {INPUTS})", 4, _backward, _fake_backward, "CPU")
-convolve = define("convolve", f"({INPUTS})", 1, _forward, _like, "CPU", _differentiate, _save)
+convolve = define("convolve", f"({INPUTS})", 1, _forward, like, "CPU", _differentiate, _save)

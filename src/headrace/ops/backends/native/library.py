@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ....spec.decay import DecayShape
-from ...call import NORMALIZER_EPS, Call
+from ...call import NORMALIZER_EPS, Call, like
 from ...checks import require, sequence_ends
 from . import structs
 
@@ -182,10 +182,8 @@ def backward(d_out: Tensor, d_final: Tensor, call: Call, kept_: tuple[Tensor], w
     expect("d_out", d_out, call.out_shape, call.v.dtype)
     expect("d_final", d_final, call.state_shape, torch.float32)
     expect("kept", kept, (library.hr_kept_floats(problem.packed),), torch.float32)
-    new = [
-        torch.empty_like(x, memory_format=torch.contiguous_format) if x is not None and needed else None
-        for x, needed in zip(problem.tensors, wanted[:7], strict=True)
-    ]
+    given = zip(problem.tensors, wanted[:7], strict=True)
+    new = [like(x) if x is not None and needed else None for x, needed in given]
     d_initial = torch.empty_like(d_final) if wanted[7] else None
     d_bonus = d_final.new_empty(call.bonus.shape) if wanted[8] and call.bonus is not None else None
     gradients = _GRADIENTS.pack(*_places(new), address(d_initial), address(d_bonus))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ....utils.device import interpreted, is_hopper
 from ... import derivatives
 from ...autograd import define
+from ...call import like
 from ...modules import is_plain
 from ...sequences import Sequences
 from .limits import DTYPES, missing
@@ -61,10 +62,6 @@ def _grid(x: Tensor, rows: int) -> tuple[int, int]:
     return -(-x.shape[0] * x.shape[1] // rows), -(-x.shape[2] // CHANNELS)
 
 
-def _like(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _last(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Returns the next history [N, W − 1, C]: the last tokens of each sequence, after zeros if they are fewer."""
     sequences = Sequences(x, cu_seqlens)
@@ -87,7 +84,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     from .taps import convolve as kernel
 
-    y, bias = _like(x), None if bias is None else bias.contiguous()
+    y, bias = like(x), None if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):
         kernel[_grid(x, ROWS)](bias=bias, y=y, SILU=silu, **_arguments(x, weight, cu_seqlens))
     return y, _last(x, weight, cu_seqlens)
@@ -95,7 +92,7 @@ def _forward(
 
 def _fake(x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor | None, silu: bool):
     sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return _like(x), x.new_empty(sequences, weight.shape[-1] - 1, x.shape[2])
+    return like(x), x.new_empty(sequences, weight.shape[-1] - 1, x.shape[2])
 
 
 def _backward(
@@ -103,7 +100,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from . import taps
 
-    d_z, d_x, grid, common = d_y.contiguous(), _like(x), _grid(x, ROWS * TILES), _arguments(x, weight, cu_seqlens)
+    d_z, d_x, grid, common = d_y.contiguous(), like(x), _grid(x, ROWS * TILES), _arguments(x, weight, cu_seqlens)
     sums = x.new_empty(grid[0], weight.shape[-1] + 1, x.shape[2], dtype=torch.float32)
     with torch.cuda.device_of(x):
         if silu:
@@ -120,7 +117,7 @@ def _backward(
 
 
 def _fake_backward(d_y: Tensor, d_last: Tensor, x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x), torch.empty_like(weight, memory_format=torch.contiguous_format), weight.new_empty(len(weight))
+    return like(x), like(weight), weight.new_empty(len(weight))
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....utils.device import may_round_float32
-from ...call import Call, product
+from ...call import Call, like, product
 from ...checks import check_bounds
 from .block_sizes import GPU, block_sizes
 from .gradients import gradients
@@ -158,7 +158,7 @@ def pieces(bounds: Tensor, T: int, size: int) -> tuple[Tensor, Tensor]:
 def forward(call: Call) -> tuple[Tensor, Tensor]:
     """Returns (out, final state)."""
     run = Launcher(call)
-    out, final = torch.empty_like(call.v, memory_format=torch.contiguous_format), run.states()
+    out, final = like(call.v), run.states()
     with torch.cuda.device_of(call.v):
         run.scan(run.prepare(backward=False), out=out, final=final)
     return out, final
