@@ -1,4 +1,4 @@
-"""The decays of linear mixers, as data. layers/linear/decays.py computes them."""
+"""The decays of linear mixers, as data. layers/linear/decays.py computes them, extra/ some of them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
