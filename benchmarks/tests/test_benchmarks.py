@@ -27,6 +27,7 @@ from headrace.benchmarking.models import Shape, build
 from headrace.benchmarking.plan import BenchPlan
 from headrace.hf.cache import NAME as CACHE
 from headrace.ops.backends.base import Kernel
+from headrace.ops.backends.native import library as native
 from headrace.ops.dispatch import BACKENDS
 from headrace.ops.reference import literal
 from headrace.verification.verify import relative
@@ -190,10 +191,15 @@ def test_the_op_on_a_gpu_is_rehearsed_on_the_cpu(rows_of):
     assert not code and [row["name"] for row in rows if row.get("begun")] == list(gpu_op.STAGES)
     rows = [row for row in rows if not row.get("begun")]
     assert {row["subject"] for row in rows if row["name"] == "op"} >= {"torch", "torch, gates"}
-    errors = [(row["measure"], row["value"]) for row in rows if row["unit"] == "relative"]
-    # An output is rounded once to bfloat16 (2⁻⁹), a gradient and the weights that it is made of once each.
-    most = {"output": 2**-9, "gradients": 2**-7, "state": 1e-5}
-    assert {measure for measure, _ in errors} == {*most} and all(value <= most[measure] for measure, value in errors)
+    errors = [row for row in rows if row["unit"] == "relative"]
+    # An output is rounded once to bfloat16 (2⁻⁹), a gradient and the weights that it is made of once each. Where the
+    # processor has products of bfloat16, native kernels round the factors too.
+    rounded = 2**-8 * (native.instructions == "avx512bf16")
+    for row in errors:
+        products = rounded * row["subject"].startswith("native")
+        most = {"output": 2**-9 + products, "gradients": 2**-7, "state": 1e-5 + products}
+        assert row["value"] <= most[row["measure"]], row
+    assert {row["measure"] for row in errors} == {"output", "gradients", "state"}
     assert all(row["value"] > 0 for row in rows)
 
 
