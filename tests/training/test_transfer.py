@@ -540,7 +540,7 @@ def imitated(folder, prepared, output, steps, rows, mixer):
         given = {"steps": steps, "rows": rows, "held_out": 2, "threads": 1, "mixer": mixer}
         given["window_dropout"] = 0.5 * mixer.startswith("lolcats")
         report = command(checkpoint=folder, data=prepared, output=output, keep="none", **given)
-    return said.getvalue(), report
+    return said.getvalue(), json.loads(json.dumps(report))
 
 
 def test_processes_share_the_rows(teacher, prepared, tmp_path):
@@ -558,8 +558,7 @@ def test_processes_share_the_rows(teacher, prepared, tmp_path):
             assert same[part][name] == found == pytest.approx(alone[part][name], rel=1e-9)
     ours, theirs = (load(tmp_path / name).state_dict() for name in ("both", "alone"))
     assert max(float((theirs[name] - x).abs().max()) for name, x in ours.items()) < 1e-9
-    written = json.loads((tmp_path / "both" / "linearize.json").read_text())
-    assert written.keys() == report.keys() and written["curve"] == report["curve"]
+    assert json.loads((tmp_path / "both" / "linearize.json").read_text()) == report
 
 
 def killed_and_resumed(folder, prepared, work):
