@@ -90,7 +90,8 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
             plan = Preparation(sources, seed=one.seed, workers=one.workers, bpe=one.train_bpe, tokens=tokens, **own)
             manifest = run(plan, output)
         else:
-            from ..comparison.choose import default, refined
+            from ..comparison.choose import default
+            from ..comparison.defaults import refined
             from ..tasks.prepared import prepare as draw
 
             chosen = refined(default(one.task).task, one.given("tokenizer", "length"))

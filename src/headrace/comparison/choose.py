@@ -35,14 +35,13 @@ from ..files.checks import misfit
 from ..files.results import file_names
 from ..spec.linear import MixerSpec
 from ..spec.mixer import Spec
-from ..spec.record import Kind, checked
-from ..spec.serialize import admitted, change
+from ..spec.serialize import change
 from ..spec.stack import Decoder
 from ..tasks import Task, Text
 from ..training.optimization import Optimization
 from ..utils import plugins
 from ..utils.errors import InputError, did_you_mean, reading, require
-from .defaults import DEFAULTS, DEMO
+from .defaults import DEFAULTS, DEMO, having, refined
 from .model import ArmRecipe, Shape
 from .plan import Plan, Question, Study, Tuning, numbers
 
@@ -230,23 +229,6 @@ def default(task: str) -> Plan:
     return replace(plan, task=refined(plan.task, {field: zoo.literal(value) for field, value in settings.items()}))
 
 
-def refined(task: Task, values: dict[str, Any], others: tuple[str, ...] = ()) -> Task:
-    """The task with new values of some fields; `length` is a field of every task. others: fields that a wrong name may
-    have meant."""
-    names = [f.name for f in fields(task)]  # type: ignore[arg-type]
-    if unknown := next((name for name in values if name not in (*names, "length")), None):
-        meant = did_you_mean(unknown, (*names, *others))
-        raise InputError(f"the task {task.name} has no field {unknown!r}{meant}")
-    length = None if "length" in names else values.get("length")
-    if length is not None:
-        task = task.resized(checked(length, (Kind(int),), task.name, "length"))
-        values = {k: v for k, v in values.items() if k != "length"}
-    made: Any = replace(task, **admitted(type(task), values, task.name))  # type: ignore[type-var]
-    if length not in (None, made.length):
-        raise InputError(f"length={length} of {made}, whose rows have {made.length} positions; expected it left out")
-    return made
-
-
 def swept(plan: Plan, sweep: str) -> Study:
     """A study with a plan for each value of a field of the task, the shape or the recipe."""
     name, _, listed = (part.strip() for part in sweep.partition("="))
@@ -268,18 +250,6 @@ def changed(plan: Plan, changes: dict[str, Any]) -> Plan:
     patterns = (len(spec.layers) if isinstance(spec := zoo.get(mixer), Decoder) else 1 for mixer in mixers)
     layers = max((plan.shape.layers, *patterns))
     return replace(having(plan, {"layers": layers} | changes), mixers=mixers, seeds=named)
-
-
-def having(plan: Plan, values: dict[str, Any]) -> Plan:
-    """The plan with new values of fields of its task, shape and recipe."""
-    shape, recipe = ({k: v for k, v in values.items() if k in cls.__dataclass_fields__} for cls in (Shape, ArmRecipe))
-    rest = {name: value for name, value in values.items() if name not in shape | recipe}
-    return replace(
-        plan,
-        task=refined(plan.task, rest, (*Shape.__dataclass_fields__, *ArmRecipe.__dataclass_fields__)),
-        shape=replace(plan.shape, **admitted(Shape, shape, "shape")),
-        recipe=replace(plan.recipe, **admitted(ArmRecipe, recipe, "recipe")),
-    )
 
 
 # --- states ----------------------------------------------------------------------------------------------------------

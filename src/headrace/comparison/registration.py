@@ -31,8 +31,7 @@ def register_task(
     require_packages("register_task", "transformers")
     from ..tasks import TASKS
     from ..tasks.check import check_task
-    from .choose import having
-    from .defaults import DEFAULTS
+    from .defaults import DEFAULTS, having
     from .plan import Plan
 
     check_name("task", name, TASKS.__contains__)
