@@ -17,29 +17,15 @@ from rich.table import Table
 
 from ..files.environment import command
 from ..files.provenance import sentence
+from ..utils.integrity import atomic
 
 # Colours, those of style.css, and matplotlib settings of all pictures.
 PALETTE = (
     "#2f6f9f", "#d1495b", "#c98a1b", "#3a8f6b", "#7b5ea7", "#8c6d46", "#d07ab5", "#6c757d", "#8f9d1f", "#35a0b4",
     "#e07b39", "#5b7fd4",
 )  # fmt: skip
-INK, SOFT, LINE = "#1d2733", "#5d6b7a", "#dfe5eb"
-STYLE: Any = {
-    "font.size": 10,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": SOFT,
-    "axes.grid": True,
-    "grid.color": LINE,
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "figure.dpi": 110,
-    "svg.fonttype": "none",
-}
+STYLE: Any = matplotlib.rc_params_from_file(Path(__file__).with_name("pictures.mplstyle"), use_default_template=False)
+INK, SOFT, LINE = (STYLE[name] for name in ("text.color", "axes.edgecolor", "grid.color"))
 BROAD = 6.0  # width in inches from which a picture has a row of its own
 VARIABLES = {INK: "var(--ink)", SOFT: "var(--soft)", LINE: "var(--line)"} | {
     colour: f"var(--colour-{i})" for i, colour in enumerate(PALETTE)
@@ -109,10 +95,10 @@ class Page:
 
     def write(self, path: Path) -> Path:
         """Writes the page to `path` atomically."""
-        beside = path.with_name(f".{path.name}")
         html = template("page.html").render(page=self, palette=PALETTE, mixed=sentence(path.parent))
-        beside.write_text(html, "utf-8")
-        return beside.replace(path)
+        with atomic(path) as file:
+            file.write(html)
+        return path
 
 
 def template(name: str, package: str = "headrace.report") -> Template:

@@ -17,45 +17,7 @@ from .recipes import About, Recipe, to_yaml
 
 NO_NUMBER = "not finite"
 HISTORY = [{"step": int, ...: (float, str, None, {})}]  # the form of history.json, and of a checkpoint's
-TEXT = """---
-{data}
----
-
-# {mixer}, trained with headrace
-
-{summary}
-{picture}
-| step | held-out loss, nats per token | perplexity | bits per byte |
-|---:|---:|---:|---:|
-{rows}
-
-## Use
-
-Install headrace with `pip install ".[models]"` in a checkout; `trust_remote_code=True` lets transformers import it.
-
-```python
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("PATH OR NAME OF THIS MODEL", trust_remote_code=True)
-```
-
-## Data
-
-{documents:,} documents and {tokens:,} tokens for training, {held_documents:,} held out; rows of {length} tokens.
-Sources: {sources}.
-
-## Recipe
-
-`assumed` lists the fields that the source of the recipe does not state.
-
-```yaml
-{recipe}```
-
-## Environment
-
-{where}{versions}
-"""
-
+TEXT = Path(__file__).with_name("card.md")  # with the fields of `str.format`
 PICTURE = "\n![Loss on training text and on held-out text](curves.png)\n"
 
 
@@ -99,7 +61,7 @@ def write_card(
         f"{number(e['eval_bits_per_byte'])} |"
         for e in evaluations
     )
-    text = TEXT.format(
+    text = TEXT.read_text("utf-8").format(
         data=card.to_yaml(), mixer=recipe.mixer, summary=summary, picture=PICTURE if can_draw() else "", rows=rows,
         recipe=to_yaml(recipe, about), documents=manifest["train"]["documents"], tokens=manifest["train"]["tokens"],
         held_documents=manifest["held_out"]["documents"], length=manifest["length"],

@@ -9,7 +9,6 @@ import re
 import statistics
 import time
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +25,13 @@ from .recipes import Recipe
 REACHED = 0.7
 OF_TEACHER = 8 * 4  # bytes per logit of the model with a teacher: the divergence, the cross-entropy and their gradients
 DAY = 24 * 60 * 60  # seconds
-MEASURED = Path(__file__).parent / "efficiency.csv"
+MEASURED, SHEETS = (Path(__file__).with_name(f"{name}.csv") for name in ("efficiency", "devices"))
+
+
+def read_rows(path: Path, key: str) -> dict[str, dict[str, str]]:
+    """Returns the rows of a CSV file by their value of the column `key`."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row[key]: row for row in csv.DictReader(file)}
 
 
 class Device(NamedTuple):
@@ -36,29 +41,7 @@ class Device(NamedTuple):
     flops: float  # bfloat16 multiplications and additions per second, dense: half of a number "with sparsity"
 
 
-DEVICES = {
-    # nvidia.com/en-us/data-center/a100, table of specifications: 312 TFLOPS
-    "A100-40GB": Device(40e9, 312e12),
-    "A100": Device(80e9, 312e12),
-    # nvidia.com/en-us/data-center/h100: SXM 1,979, PCIe 1,513 and NVL 1,671 TFLOPS with sparsity
-    "H100": Device(80e9, 989e12),
-    "H100-PCIe": Device(80e9, 756e12),
-    "H100-NVL": Device(94e9, 835e12),
-    # No data sheet is on nvidia.com: 96 GB of HBM3 at 4.0 TB/s and 148 TFLOPS by willitrunai.com/gpus/h20-96gb
-    "H20": Device(96e9, 148e12),
-    # nvidia.com/en-us/data-center/h200: SXM 1,979 and NVL 1,671 TFLOPS with sparsity
-    "H200": Device(141e9, 989e12),
-    "H200-NVL": Device(141e9, 835e12),
-    # nvidia.com/en-us/data-center/dgx-b200: eight have 1,440 GB; HGX B200: 36 PFLOPS with sparsity
-    "B200": Device(180e9, 2250e12),
-    # nvidia.com/en-us/data-center/l4 and /l40s: 242 and 733 TFLOPS with sparsity; the latter's footnote says 362 dense
-    "L4": Device(24e9, 121e12),
-    "L40S": Device(48e9, 362e12),
-    # GeForce RTX 4090: NVIDIA Ada GPU architecture, appendix A, bfloat16 with float32 sums
-    "RTX-4090": Device(24e9, 165e12),
-    # amd.com, Instinct MI300X data sheet: 1,307.4 TFLOPS
-    "MI300X": Device(192e9, 1307e12),
-}
+DEVICES = {name: Device(float(row["bytes"]), float(row["flops"])) for name, row in read_rows(SHEETS, "device").items()}
 
 
 HOPPER = "H100", "H200", "H20"  # how their names begin: those whose kernel of the loss takes larger pieces
@@ -78,20 +61,13 @@ class Efficiency(NamedTuple):
     source: str
 
 
-@cache
-def measured() -> dict[str, dict[str, str]]:
-    """Returns the measured rows by mixer."""
-    with MEASURED.open(newline="", encoding="utf-8") as file:
-        return {row["mixer"]: row for row in csv.DictReader(file)}
-
-
 def efficiency(mixer: str) -> Efficiency:
     """Returns the efficiency of a mixer, an expression; of one that was not measured, the median of the others."""
-    rows, name = measured(), mixer.partition("(")[0].strip()
-    if name in rows:
-        return Efficiency(float(rows[name]["efficiency"]), f"measured with {name} on one {rows[name]['machine']}")
-    median = statistics.median(float(row["efficiency"]) for row in rows.values())
-    return Efficiency(median, f"an assumption, the median of {len(rows)} measured mixers")
+    measured, name = read_rows(MEASURED, "mixer"), mixer.partition("(")[0].strip()
+    if own := measured.get(name):
+        return Efficiency(float(own["efficiency"]), f"measured with {name} on one {own['machine']}")
+    median = statistics.median(float(row["efficiency"]) for row in measured.values())
+    return Efficiency(median, f"an assumption, the median of {len(measured)} measured mixers")
 
 
 class Machine(NamedTuple):
