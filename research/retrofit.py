@@ -47,7 +47,7 @@ def run(folder: Path = FOLDER, workers: int | None = None) -> None:
 
 
 def tell(arm: Arm, step: int, scores: dict[str, float] | None) -> None:
-    if step == arm.recipe.steps:
+    if step == arm.plan.recipe.steps:
         print(f"{arm.plan.name}: {arm.mixer}, seed {arm.seed}", flush=True)
 
 

@@ -94,20 +94,20 @@ def arms(name: str) -> list[Arm]:
 
 def measured(arm: Arm, worker: Worker) -> Row:
     """The informations of an arm; `write` and `read` are None without such a gate."""
-    started, task = time.monotonic(), arm.task
+    started, task = time.monotonic(), arm.plan.task
     model, _ = train(arm, lambda *news: None)
     model.eval()
     assert isinstance(task, Pair) and task.clusters is not None
     batch = replace(task, pairs=PAIRS, least=None).held_out(ROWS)
     queries, clusters = batch["shift_labels"] != IGNORED, batch["input_ids"][..., 0]
     whole, gates = recalled(model, batch)
-    silenced = 1 - torch.eye(arm.shape.heads)
+    silenced = 1 - torch.eye(arm.plan.shape.heads)
     lost = torch.stack([whole - recalled(model, batch, keep)[0] for keep in silenced])  # [H, queries]
     of = clusters[queries]
     chance = of[torch.randperm(len(of), generator=torch.Generator().manual_seed(0))]
     writing, reading = gates.get("write"), gates.get("read")
     return {
-        "mixer": arm.mixer, "hidden_size": arm.shape.hidden_size, "seed": arm.seed, "lr": arm.recipe.lr,
+        "mixer": arm.mixer, "hidden_size": arm.plan.shape.hidden_size, "seed": arm.seed, "lr": arm.plan.recipe.lr,
         "recall": whole.mean().item(),
         "write": None if writing is None else information(by_cluster(writing[~queries].T, clusters[~queries])),
         "read": None if reading is None else information(by_cluster(reading[queries].T, of)),

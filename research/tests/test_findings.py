@@ -249,7 +249,9 @@ def test_the_curves_of_denominators_and_orders_order_as_the_page_tells():
 def test_the_demo_s_rows_are_of_today_s_demo():
     rows = read(RESULTS / "studies" / "demo.csv")
     ran = {(row["comparison"], row["mixer"], row["seed"], row["steps"], row["lr"]) for row in rows}
-    assert ran == {(arm.plan.name, arm.mixer, arm.seed, arm.recipe.steps, arm.recipe.lr) for arm in DEMO.arms()}
+    assert ran == {
+        (arm.plan.name, arm.mixer, arm.seed, arm.plan.recipe.steps, arm.plan.recipe.lr) for arm in DEMO.arms()
+    }
 
 
 # --- defaults --------------------------------------------------------------------------------------------------------

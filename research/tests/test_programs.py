@@ -99,7 +99,7 @@ def test_a_diverged_run_is_named():
 
 def test_specialization_is_measured_once(tmp_path, monkeypatch):
     arm = specialization.arms("clusters")[-1]
-    recipe = replace(arm.recipe, steps=2, evaluations=1, held_out=16)
+    recipe = replace(arm.plan.recipe, steps=2, evaluations=1, held_out=16)
     monkeypatch.setattr(specialization, "arms", lambda name: [replace(arm, plan=replace(arm.plan, recipe=recipe))])
     monkeypatch.setattr(specialization, "RESULTS", tmp_path)
     specialization.run("clusters", tmp_path / "run", workers=1)

@@ -298,7 +298,7 @@ def test_gate_statistics_take_no_more_memory_for_more_tokens():
 def test_gates_of_padded_targets_are_not_counted():
     """Every token of a target has a label, and none of a source has one."""
     arm = replace(SMALL, mixers=("transformer-2017(mixer=softmax-gla)",), task=Reverse()).arms()[0]
-    _, gates = evaluate(build(arm), model_inputs(arm, arm.task.held_out(4)), 4)
+    _, gates = evaluate(build(arm), model_inputs(arm, arm.plan.task.held_out(4)), 4)
     assert gates and all((gate["load_asked"] is None) != (gate["load_other"] is None) for gate in gates)
 
 

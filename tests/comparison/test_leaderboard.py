@@ -110,7 +110,7 @@ def test_steps_are_timed_on_the_device_of_the_workers(tiny, monkeypatch):
 def test_the_time_is_that_of_the_timed_steps_multiplied(tiny, tmp_path, monkeypatch, workers):
     """Of each task, 3 rates with one seed and 2 seeds: 5 models of 6 steps."""
     seconds = {TINY[0].task: (0.5, 1.0), TINY[1].task: (0.06, 5.0)}
-    monkeypatch.setattr(run, "timed", lambda arm, device: seconds[arm.task])
+    monkeypatch.setattr(run, "timed", lambda arm, device: seconds[arm.plan.task])
     own = leaderboard.of_mixer("tiny", "gla")
     arms, duration = run.duration(own, tmp_path, ["cpu"] * workers)
     assert arms == 10 and duration == pytest.approx((5 * (6 * 0.5 + 1) + 5 * (6 * 0.06 + 5)) / workers)

@@ -32,7 +32,7 @@ Tell = Callable[[int, dict[str, float] | None], None]  # (step, scores after an 
 
 def measure(arm: Arm, worker: Worker) -> Row:
     """The result of an arm, as `engine.run` takes it; reports (step, scores)."""
-    shape, rows = arm.shape, f"{arm.recipe.batch_size} rows of {arm.task.length} tokens"
+    shape, rows = arm.plan.shape, f"{arm.plan.recipe.batch_size} rows of {arm.plan.task.length} tokens"
     with fitting(f"mixer {arm.mixer!r} with hidden_size={shape.hidden_size}, layers={shape.layers} and {rows}"):
         return train(arm, lambda *news: worker.report(news), worker.device or "cpu")[1]
 

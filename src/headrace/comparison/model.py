@@ -84,7 +84,7 @@ class CompleteModel(nn.Module):
 def model_inputs(arm: Any, rows: Batch) -> Batch:
     """The rows of a task as arguments of the arm's model. For a causal model on a sequence-to-sequence task, source and
     target are concatenated to one row."""
-    if not isinstance(arm.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
+    if not isinstance(arm.plan.task, Sequences) or isinstance(from_json(arm.spec), ModelSpec):
         return rows
     source, labels = rows["input_ids"], rows["shift_labels"]
     return {
@@ -98,23 +98,23 @@ def build(arm: Any) -> CausalModel | CompleteModel:
     """Builds the arm's model with parameters drawn from torch's global generator.
 
     Gate parameters are drawn last, so that a mixer and its softmax version start from the same other weights."""
-    shape, recipe, spec = arm.shape, arm.recipe, from_json(arm.spec)
+    task, shape, recipe, spec = arm.plan.task, arm.plan.shape, arm.plan.recipe, from_json(arm.spec)
     if isinstance(spec, ModelSpec):
         sizes = {
             "num_heads": shape.heads, "num_layers": shape.layers, "intermediate_size": arm.width,
             "initializer_range": recipe.initializer_range,
         }  # fmt: skip
-        whole = models.build(spec, vocab_size=arm.task.vocab_size, hidden_size=shape.hidden_size, **sizes)
+        whole = models.build(spec, vocab_size=task.vocab_size, hidden_size=shape.hidden_size, **sizes)
         return initialize_gates(CompleteModel(whole), recipe.gate_std, recipe.gate_init)
     config = HeadraceConfig(
         mixer=arm.spec,
-        vocab_size=arm.task.vocab_size,
+        vocab_size=task.vocab_size,
         hidden_size=shape.hidden_size,
         num_hidden_layers=shape.layers,
         num_heads=shape.heads,
         mlp="none" if arm.width is None else None,
         intermediate_size=arm.width,
-        max_position_embeddings=positions(arm.task),
+        max_position_embeddings=positions(task),
         tie_word_embeddings=False,
         use_cache=False,
         initializer_range=recipe.initializer_range,

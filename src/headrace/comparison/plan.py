@@ -157,18 +157,6 @@ class Arm:
     seed: int
 
     @property
-    def task(self) -> Task:
-        return self.plan.task
-
-    @property
-    def shape(self) -> Shape:
-        return self.plan.shape
-
-    @property
-    def recipe(self) -> ArmRecipe:
-        return self.plan.recipe
-
-    @property
     def slug(self) -> str:
         """The name of its folder, with a digest, as two mixers may be spelt alike."""
         known = digest([self.plan.name, self.mixer, self.seed])[:8]

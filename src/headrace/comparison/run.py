@@ -74,7 +74,7 @@ def trained(
 
     def forward(point: Point, news: Any) -> None:
         if isinstance(news, dict):
-            listen(point.value, point.value.recipe.steps, news["scores"])
+            listen(point.value, point.value.plan.recipe.steps, news["scores"])
         elif news is not None:
             listen(point.value, *news)
 
@@ -101,10 +101,10 @@ def timed(arm: Arm, device: str) -> tuple[float, float]:
     STEPS steps, on one thread as workers do."""
     if device != "cpu":
         torch.accelerator.set_device_index(torch.device(device).index or 0)
-    recipe = replace(arm.recipe, steps=STEPS)
+    plan = replace(arm.plan, recipe=replace(arm.plan.recipe, steps=STEPS))
     with Threads(1):
-        _, result = train(replace(arm, plan=replace(arm.plan, recipe=recipe)), lambda step, scores: None, device)
-    step = recipe.batch_size * arm.task.length / median(result["speeds"])
+        _, result = train(replace(arm, plan=plan), lambda step, scores: None, device)
+    step = plan.recipe.batch_size * plan.task.length / median(result["speeds"])
     return step, max(result["seconds"] - STEPS * step, 0.0)
 
 
@@ -117,9 +117,9 @@ def duration(study: Study, folder: Path, workers: Sequence[str]) -> tuple[int, f
     timed(pending[0], workers[0])  # imports, and what PyTorch prepares once
     by_task: dict[Task, tuple[float, float]] = {}
     for arm in pending:
-        if arm.task not in by_task:
-            by_task[arm.task] = timed(arm, workers[0])
-    total = sum(arm.recipe.steps * step + rest for arm in pending for step, rest in [by_task[arm.task]])
+        if arm.plan.task not in by_task:
+            by_task[arm.plan.task] = timed(arm, workers[0])
+    total = sum(arm.plan.recipe.steps * step + rest for arm in pending for step, rest in [by_task[arm.plan.task]])
     return len(pending), total / min(len(workers), len(pending))
 
 
