@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from ..hf.cache import NAME as CACHE
 from ..hf.cache import HeadraceCache
@@ -81,7 +82,7 @@ class Decoder:
     def state_bytes(self) -> int:
         """Bytes of the floating-point tensors of the cache; token counts are left out."""
         layers = self.cache.states if isinstance(self.cache, HeadraceCache) else [vars(x) for x in self.cache.layers]
-        return sum(x.nbytes for x in tensors(layers) if x.is_floating_point())
+        return sum(x.nbytes for x in tree_leaves(layers) if isinstance(x, Tensor) and x.is_floating_point())
 
 
 def at_position(state: Any, position: int) -> Any:
@@ -101,10 +102,3 @@ def random_like(x: Tensor, tokens: int, dim: int) -> Tensor:
     repeats = [1] * x.dim()
     repeats[dim] = -(-tokens // x.shape[dim])
     return piece.repeat(repeats).narrow(dim, 0, tokens).contiguous()
-
-
-def tensors(x: Any) -> list[Tensor]:
-    if isinstance(x, Tensor):
-        return [x]
-    parts = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
-    return [tensor for part in parts for tensor in tensors(part)]

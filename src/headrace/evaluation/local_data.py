@@ -59,13 +59,4 @@ class LocalRows(ConfigurableTask):
 
 
 # Named as the tasks, by which `localize` refers to them.
-class swde(LocalRows, SWDE):
-    pass
-
-
-class squad_completion(LocalRows, SQUADCompletion):
-    pass
-
-
-class fda(LocalRows, FDA):
-    pass
+swde, squad_completion, fda = (type(kind.__name__, (LocalRows, kind), {}) for kind in (SWDE, SQUADCompletion, FDA))

@@ -229,17 +229,14 @@ class Runtime:
 
     Args:
         path: model.onnx.
-        known: the model's states.
+        state_tensors: the model's states.
         batch: number of sequences.
-        threads: number of threads; 0: ONNX Runtime's choice.
     """
 
-    def __init__(self, path: Path, state_tensors: list[State], batch: int = 1, threads: int = 0):
+    def __init__(self, path: Path, state_tensors: list[State], batch: int = 1):
         import onnxruntime
 
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        self.session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self.names = [state.name for state in state_tensors]
         self.states = [state.zeros(batch=batch, past=0).numpy() for state in state_tensors]
 

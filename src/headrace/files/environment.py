@@ -21,11 +21,7 @@ from .provenance import source
 def environment(device: str | None = None) -> dict[str, Any]:
     """Returns versions, machine, threads and plug-ins for the record of a result of a device; None: of the GPU here."""
     known = {} if device is None else {"device": device_name(device) if device.startswith("cuda") else device}
-    return {**this_process(), **known, **digests()}
-
-
-def this_process() -> dict[str, Any]:
-    return {
+    here = {
         "headrace": headrace.__version__,
         "commit": commit(),
         "source": source(),
@@ -39,6 +35,7 @@ def this_process() -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "threads_per_arm": torch.get_num_threads(),
     }
+    return here | known | digests()
 
 
 def command() -> str:
