@@ -1,7 +1,7 @@
 """Train: prepare, train, curves, recipes."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -213,8 +213,6 @@ def curves(
 
 def print_costs(recipe: Any, about: Any, plan: dict[str, Any] | None, as_json: bool) -> None:
     """Prints parameters, steps, FLOPs and memory of a recipe. plan: what it needs of a machine, of `machine.plan`."""
-    from dataclasses import asdict
-
     from ..training.machine import time_here
     from ..training.model import estimate
 

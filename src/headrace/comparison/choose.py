@@ -39,6 +39,7 @@ from ..spec.serialize import change
 from ..spec.stack import Decoder
 from ..tasks import Task, Text
 from ..training.optimization import Optimization
+from ..training.recipes import read_yaml
 from ..utils import plugins
 from ..utils.errors import InputError, did_you_mean, reading, require
 from .defaults import DEFAULTS, DEMO, having, refined
@@ -166,8 +167,6 @@ def unfit_for(measure: str, task: Task) -> str | None:
 
 def read_plan(path: Path) -> tuple[Question, dict[str, Any]]:
     """The question of a plan's file, and the options of `headrace compare`. InputError for a file that is no plan."""
-    from ..training.recipes import read_yaml
-
     data = read_yaml(path)
     if wrong := misfit(data, PLAN):
         raise InputError(f"--plan {str(path)!r} is no plan: {wrong}")

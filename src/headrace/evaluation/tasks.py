@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import lm_eval.tasks
+import nltk
 import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
@@ -258,8 +259,6 @@ def essays(data: Path) -> list[str]:
 
     The harness hides a needle behind a sentence as nltk's punkt_tab splits them. Where punkt_tab is not installed and
     not in the folder, `without_tables` takes its place."""
-    import nltk
-
     if find(data, "nltk_data"):
         nltk.data.path.append(str(find(data, "nltk_data")))
     paths = sorted(data.rglob("paul_graham_essays/*.txt"))
@@ -272,8 +271,6 @@ def essays(data: Path) -> list[str]:
 
 def has_punkt() -> bool:
     """Whether punkt_tab is installed, with its tables."""
-    import nltk
-
     try:
         return "headrace-punkt" not in str(nltk.data.find("tokenizers/punkt_tab"))
     except LookupError:
@@ -284,8 +281,6 @@ def has_punkt() -> bool:
 def without_tables() -> TemporaryDirectory[str]:
     """Makes and adds a folder of nltk's data with empty tables of punkt, by which a sentence ends at every full stop,
     exclamation mark and question mark before a space. It is removed at the end of the process."""
-    import nltk
-
     folder = TemporaryDirectory(prefix="headrace-punkt")
     language = Path(folder.name, "tokenizers", "punkt_tab", "english")
     language.mkdir(parents=True)

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ..data import sources, tokenizer
 from ..files.checks import stamps
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError, require
@@ -71,9 +72,7 @@ class Needle(ByRow, Drawn):
 
     @property
     def vocab_size(self) -> int:
-        from ..data.tokenizer import size
-
-        return size(self.tokens)
+        return tokenizer.size(self.tokens)
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -176,15 +175,11 @@ def vocabulary() -> tuple[list[str], list[str], list[str]]:
 
 @lru_cache(maxsize=2)
 def load_tokenizer(name: str | None, _: Any) -> Any:
-    from ..data import tokenizer
-
     return tokenizer.load(name)
 
 
 @lru_cache(maxsize=2)
 def read_words(haystack: str, _: Any) -> list[str]:
-    from ..data import sources
-
     return sources.text_of(haystack).split()
 
 

@@ -15,18 +15,19 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ..data import Collator, corpus
+from ..data.corpus import Corpus
+from ..data.parts import left_out
+from ..data.rows import ORDER, evenly_spaced, order, shifted
 from ..ops.loss import IGNORED
 from ..utils.errors import InputError, require
 from .base import BLOCK, Answers, Batch, Metric, Part, Rows, generator
-
-if TYPE_CHECKING:
-    from ..data.corpus import Corpus
 
 COMMON = 1e-5  # a bigram that is more than this share of the training text's is learnt from there, not from the row
 
@@ -50,10 +51,8 @@ class Text:
             raise InputError(f"longest={self.longest}; expected 0 or at least length={self.length}")
 
     @property
-    def corpus(self) -> "Corpus":
+    def corpus(self) -> Corpus:
         """The tokens of the text. InputError if it cannot be read, or is too short."""
-        from ..data import corpus
-
         text = corpus.load(self.files or standard_library(), self.tokenizer)
         name = "longest" if self.longest else "length"
         needed, sizes = getattr(self, name), [len(part.tokens) for part in text.parts.values()]
@@ -75,23 +74,17 @@ class Text:
 
     @property
     def provenance(self) -> dict[str, Any]:
-        from ..data.rows import ORDER
-
         return {"rows": "packed", "order": ORDER, "sha256": self.corpus.sha256}
 
     @property
     def notes(self) -> list[str]:
         """What is left out of the text."""
-        from ..data.parts import left_out
-
         return left_out(self.corpus.bad)
 
     def resized(self, length: int) -> "Text":
         return replace(self, length=length)
 
     def training(self, seed: int, count: int) -> Rows:
-        from ..data.rows import order
-
         rows = self.corpus.rows("training", self.window)
 
         def block(number: int) -> Batch:
@@ -104,8 +97,6 @@ class Text:
 
     def held_out(self, rows: int, part: Part = "held-out") -> Batch:
         """Rows of a part, evenly spaced if it has more."""
-        from ..data.rows import evenly_spaced
-
         chosen = evenly_spaced(self.corpus.fresh(part, self.window), rows)
         return self.made(chosen, torch.arange(len(chosen)), generator(part))
 
@@ -116,8 +107,6 @@ class Text:
 
     def made(self, rows: Any, numbers: Tensor, generator: torch.Generator) -> Batch:
         """The rows of the task from those of the text with these numbers."""
-        from ..data.rows import shifted
-
         ids = read(rows, numbers)
         return {"input_ids": ids, "shift_labels": shifted(ids)}
 
@@ -143,13 +132,11 @@ class Text:
 
 def read(rows: Any, numbers: Tensor) -> Tensor:
     """The tokens [len(numbers), window] of rows of a text."""
-    from ..data import Collator
-
     return Collator(0)([rows[i] for i in numbers.tolist()])["input_ids"]
 
 
 @lru_cache(maxsize=2)
-def common_bigrams(corpus: "Corpus") -> Tensor:
+def common_bigrams(corpus: Corpus) -> Tensor:
     """The bigrams ab that are more than COMMON of the training text, as a · vocab_size + b."""
     train = torch.from_numpy(corpus.parts["training"].tokens.astype(np.int64))
     bigrams, times = (train[:-1] * corpus.vocab_size + train[1:]).unique(return_counts=True)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...files.environment import command, environment
 from .. import errors as shared
 from . import adapters, laws
 from .check import LAWS, Verdict
@@ -83,8 +84,6 @@ def table(verdicts: Iterable[Verdict]) -> list[tuple[str, ...]]:
 
 def as_json(target: Target, verdicts: Iterable[Verdict], seed: int, device: str, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the record of a verification: verdicts, with a program for each broken law, versions and the machine."""
-    from ...files.environment import command, environment
-
     rows = []
     for v in verdicts:
         row = {**v._asdict(), "case": None if v.case is None else v.case._asdict()}
