@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, field, fields
 from errno import ENAMETOOLONG
 from functools import partial, wraps
 from numbers import Integral, Real
@@ -75,7 +75,9 @@ def takes(record: type[T]) -> Callable[[Callable[[T], Result]], Callable[..., Re
                 raise InputError(f"{shown(error.filename)} is too long for the name of a file") from None
 
         hints = _hints(record)
-        call.__signature__ = signature = inspect.Signature([_parameter(f, hints[f.name]) for f in fields(record)])  # type: ignore
+        of_record = inspect.signature(record).parameters
+        signature = inspect.Signature([p.replace(annotation=hints[name]) for name, p in of_record.items()])
+        call.__signature__ = signature  # type: ignore[attr-defined]
         call.__annotations__ = hints
         return call
 
@@ -134,8 +136,3 @@ def _is(value: Any, kind: Any) -> bool:
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     return isinstance(value, int | float if kind is float else kind) and not (kind is Path and "\0" in str(value))
-
-
-def _parameter(field: Field, hint: Any) -> inspect.Parameter:
-    default = inspect.Parameter.empty if field.default is MISSING else field.default
-    return inspect.Parameter(field.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=hint)

@@ -126,7 +126,8 @@ def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, l
     losses, right = [], []
     model.eval()
     with GateWatch().on(model) as watch:
-        for batch in batches(rows, batch_size, device):
+        for begin in range(0, len(rows["shift_labels"]), batch_size):
+            batch = {name: values[begin : begin + batch_size].to(device) for name, values in rows.items()}
             ids, labels = batch["input_ids"], batch["shift_labels"]
             # a position without a token in any channel is as empty as padding
             watch.mask = (ids >= 0).any(2) if ids.dim() == 3 else batch.get("attention_mask")
@@ -137,12 +138,6 @@ def evaluate(model: nn.Module, rows: Batch, batch_size: int) -> tuple[Answers, l
     model.train(training)
     answers = Answers(rows, torch.cat(losses), torch.cat(right))
     return answers, watch.summary() if math.isfinite(answers.loss) else []
-
-
-def batches(rows: Batch, size: int, device: torch.device):
-    parts = {name: values.to(device).split(size) for name, values in rows.items()}
-    for values in zip(*parts.values(), strict=True):
-        yield dict(zip(parts, values, strict=True))
 
 
 def result(arm: Arm, curve: Curve) -> Row:

@@ -250,10 +250,6 @@ def padded(mixer: nn.Module, x: Tensor) -> Tensor:
     return mixer(rows, mask=mask)[0][mask].view_as(x)
 
 
-def alone(mixer: nn.Module, x: Tensor) -> Tensor:
-    return torch.cat([mixer(row)[0] for row in x.split(1)])
-
-
 Way = Callable[[nn.Module, Tensor], Tensor]
 FORMS: dict[str, Way] = {
     "chunkwise": partial(with_op, form="chunkwise"),
@@ -267,7 +263,7 @@ WAYS: dict[str, Way] = {
     "causal": prefix,
     "packed": packed,
     "padded": padded,
-    "rows apart": alone,
+    "rows apart": lambda mixer, x: torch.cat([mixer(row)[0] for row in x.split(1)]),
 }
 
 
