@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -18,58 +19,10 @@ from .adapters import causal_lm, fla_layer, layer_of_model
 SMALL = 5_000_000  # parameters of a model that is verified in a minute
 FORMS = "transformers:MODEL_TYPE, transformers:LAYER, fla:LAYER or FILE.py:FUNCTION"
 
-# Fields of configurations that make a model small. A model type gets those that its configuration has.
-SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "max_position_embeddings": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8, "linear_head_dim": 8, "linear_num_heads": 4, "num_experts": 4, "num_local_experts": 4,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "num_experts_per_token": 2, "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16, "shared_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
-    "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "time_step_rank": 4, "mamba_dt_rank": 4, "num_heads": 4,
-    "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "attention_hidden_size": 32, "context_length": 256,
-    "lru_width": 32, "block_size": 16, "chunk_size": 16, "mamba_chunk_size": 16, "mamba_n_heads": 4,
-    "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_num_heads": 4, "mamba_head_dim": 16, "sliding_window": 16,
-}  # fmt: skip
-LINEAR, FULL, CONV, HYBRID = "linear_attention", "full_attention", "conv", "hybrid"
-SHARED = {
-    "layers_block_type": [LINEAR, HYBRID] * 2, "attention_hidden_size": 64, "attention_head_dim": 16,
-    "num_key_value_heads": 4,
-}  # fmt: skip
-WINDOWED = {
-    "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 8, "n_shared_experts": 1, "d_rel": 4,
-    "rel_extent": 256, "sliding_window_size": 16, "unpadded_vocab_size": 64,
-}  # fmt: skip
-# What a model type needs besides: layers of each kind, and sizes that must agree.
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {}, "gpt2": {}, "mamba": {}, "falcon_mamba": {}, "mamba2": {"head_dim": 16, "n_groups": 2},
-    "rwkv": {}, "recurrent_gemma": {}, "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_blocks": 4},
-    "qwen3_5_text": {}, "qwen3_5_moe_text": {}, "qwen3_next": {},
-    "qwen4_exp_text": {
-        "layer_types": [LINEAR, "indexed_attention"] * 2, "indexer_n_heads": 2, "indexer_kv_heads": 1,
-        "indexer_head_dim": 8, "indexer_budget": 64, "indexer_compress_ratio": 4, "hc_count": 2, "hc_lowrank": 8,
-        "ple_embed_dim": 32, "output_gate_type": "silu",
-    },
-    "olmo_hybrid": {"num_key_value_heads": 4, "linear_num_key_heads": 4},
-    "kimi_linear": {"layer_types": [LINEAR, FULL] * 2, "num_key_value_heads": 4},
-    "bailing_hybrid": {
-        "layer_types": [LINEAR, FULL] * 2, "num_key_value_heads": 4, "num_expert_group": 2, "topk_group": 1,
-    },
-    "minimax": {}, "bamba": {"attn_layer_indices": [1, 3]}, "falcon_h1": {},
-    "granitemoehybrid": {"layer_types": [LINEAR, FULL] * 2}, "nemotron_h": {"n_groups": 2}, "zamba": SHARED,
-    "zamba2": SHARED | {"n_mamba_heads": 4, "mamba_headdim": 16, "adapter_rank": 8},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": [CONV, FULL] * 2, "full_attn_idxs": None}, "lfm2_moe": {"layer_types": [CONV, FULL] * 2},
-    "lfm3": {}, "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
-    "glm5_next_text": {
-        "layer_types": [LINEAR, "indexed_attention"] * 2, "num_key_value_heads": 4, "qk_rope_head_dim": 0,
-        "index_topk": 64, "index_kpool": 4, "index_head_dim": 8, "index_n_heads": 2, "n_shared_experts": 1,
-        "hc_mult": 2,
-    },
-    "inkling_text": WINDOWED, "inkling2_text": WINDOWED,
-    "lara_mini": {"layer_types": [LINEAR, "sliding_attention", LINEAR, FULL]},
-}  # fmt: skip
+# sizes: fields of configurations that make a model small, of which a model type gets those that its configuration has.
+# models: what a model type needs besides, layers of each kind and sizes that must agree.
+SMALL_MODELS = json.loads(Path(__file__).with_name("small_models.json").read_text("utf-8"))
+SIZES, MODELS = SMALL_MODELS["sizes"], SMALL_MODELS["models"]
 
 
 class Target(NamedTuple):
