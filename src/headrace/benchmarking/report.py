@@ -86,12 +86,9 @@ def write_report(results: list[dict[str, Any]], lines: list[dict[str, Any]], pla
 
 
 def environments(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    distinct: list[dict[str, Any]] = []
-    for result in results:
-        about = {key: x for key, x in result["environment"].items() if key not in ("date", "threads_per_arm")}
-        if about not in distinct:
-            distinct.append(about)
-    return distinct
+    left = ("date", "threads_per_arm")
+    every = [{key: x for key, x in result["environment"].items() if key not in left} for result in results]
+    return [about for i, about in enumerate(every) if about not in every[:i]]
 
 
 def present(results: list[dict[str, Any]]) -> list[str]:
@@ -150,11 +147,9 @@ def measured(what: str, lines: list[dict[str, Any]], plan: BenchPlan, folder: Pa
 
 def reached(lines: list[dict[str, Any]]) -> dict[str, list[str]]:
     """How the context was reached -> the models that reached it so."""
-    models: dict[str, dict[str, None]] = {}
-    for line in lines:
-        if line["how"]:
-            models.setdefault(f"Context by {line['how']}", {})[line["model"]] = None
-    return {how: list(names) for how, names in models.items()}
+    ways = dict.fromkeys(line["how"] for line in lines if line["how"])
+    models = {how: dict.fromkeys(line["model"] for line in lines if line["how"] == how) for how in ways}
+    return {f"Context by {how}": list(names) for how, names in models.items()}
 
 
 def value(what: str, line: dict[str, Any]) -> float | None:

@@ -1,6 +1,7 @@
 """The plans that come with headrace: a default for each task, the demo, and the suites of the leaderboard. They are
 made as those of users' tasks are: what differs from the defaults of `Plan`, `Shape` and `ArmRecipe`."""
 
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -42,9 +43,10 @@ def refined(task: Task, values: dict[str, Any], others: tuple[str, ...] = ()) ->
     return made
 
 
-def plan(task: Task, mixers: str, seeds: int = 3, **settings: Any) -> Plan:
-    """The plan of a task. mixers: separated by commas. settings: fields of the shape and the recipe."""
-    return having(Plan(task.name, zoo.split(mixers), task, seeds=seeds), settings)
+def plan(task: Task, mixers: str | Sequence[str], seeds: int = 3, **settings: Any) -> Plan:
+    """The plan of a task. mixers: in a list, or separated by commas. settings: fields of the shape and the recipe."""
+    listed = zoo.several(mixers) if isinstance(mixers, str) else tuple(mixers)
+    return having(Plan(task.name, listed, task, seeds=seeds), settings)
 
 
 # --- the defaults ----------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
-from .. import zoo
 from ..extra.registration import check_name
 from ..utils import plugins
 from ..utils.errors import InputError
@@ -31,8 +30,7 @@ def register_task(
     require_packages("register_task", "transformers")
     from ..tasks import TASKS
     from ..tasks.check import check_task
-    from .defaults import DEFAULTS, having
-    from .plan import Plan
+    from .defaults import DEFAULTS, plan
 
     check_name("task", name, TASKS.__contains__)
     if is_dataclass(type(task)) and "name" not in vars(type(task)):
@@ -40,6 +38,5 @@ def register_task(
     if getattr(task, "name", name) != name:
         raise InputError(f"task {name!r} has the name {task.name!r} in its class; expected the same, or none")
     check_task(name, task)
-    listed = zoo.several(mixers) if isinstance(mixers, str) else tuple(mixers)
-    TASKS[name], DEFAULTS[name] = type(task), having(Plan(name, listed, task), settings)
+    TASKS[name], DEFAULTS[name] = type(task), plan(task, mixers, **settings)
     plugins.note_registration((TASKS, name), (DEFAULTS, name))
