@@ -21,7 +21,7 @@ from ..utils.plugins import digests
 from .checks import read_json
 from .processes import MADE_BY, is_free
 
-SOURCES = (".py", ".yaml", ".so", ".dylib")
+SOURCES = (".py", ".yaml", ".json", ".csv", ".so", ".dylib")
 UNKNOWN = {"headrace": "of an unknown version"}  # for folders without made-by.json
 
 ABSENT = "missing"  # in place of the value of a field that a plan lacks
