@@ -150,7 +150,7 @@ def test_import_names_the_missing_extra(tmp_path):
     """The op, the layer and `verify` need none."""
     import headrace
 
-    parts = dict.fromkeys((f"import headrace.{part}" for part in ("hf", "history.models", "data")), "models")
+    parts = dict.fromkeys((f"import headrace.{part}" for part in ("hf", "history.models", "data", "tasks")), "models")
     public = {
         f"headrace.{name}": "models" if headrace._LAZY.get(name) in ("hf", "convert", "files.state") else None
         for name in headrace.__all__

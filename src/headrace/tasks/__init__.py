@@ -1,5 +1,9 @@
 """Tasks on which models are compared. A task is a frozen dataclass of literals, which can be stored as JSON."""
 
+from ..utils.extras import require_packages
+
+require_packages(__name__, "transformers")
+
 from ..ops.loss import IGNORED
 from .base import Answers, ByRow, ByToken, Drawn, Metric, Rows, Task
 from .copying import Copy, Induction, SelectiveCopy
