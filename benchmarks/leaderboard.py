@@ -16,7 +16,7 @@ import typer
 from headrace import zoo
 from headrace.comparison import leaderboard, rows
 from headrace.comparison.choose import state_numbers
-from headrace.comparison.defaults import SUITES, TRACKING
+from headrace.comparison.defaults import SUITES
 from headrace.comparison.plan import MATCHED
 from headrace.report import catalog
 from headrace.report.page import Section
@@ -91,8 +91,8 @@ def published(kept: list[rows.Row]) -> list[rows.Row]:
 def sized(kept: list[rows.Row]) -> list[str]:
     """The mixers of which a layer's state has as many numbers as that of `SIZED`, within MATCHED."""
     mixers = dict.fromkeys(row["mixer"] for row in kept)
-    specs = {mixer: zoo.get(mixer) for mixer in (SIZED, *mixers)}
-    numbers = {m: state_numbers(spec, TRACKING.shape) for m, spec in specs.items() if not spec.facts.cached}
+    specs, shape = {mixer: zoo.get(mixer) for mixer in (SIZED, *mixers)}, SUITES[SUITE][0].shape
+    numbers = {m: state_numbers(spec, shape) for m, spec in specs.items() if not spec.facts.cached}
     return [m for m in mixers if m in numbers and 1 / MATCHED <= numbers[m] / numbers[SIZED] <= MATCHED]
 
 

@@ -269,7 +269,8 @@ def curve(arm: str, competing: str) -> str:
 
 def gpu_cost(backbone: str) -> str:
     """The share of the training speed on a GPU that competition takes."""
-    speed = {mixer: float(row["tokens_per_second"]) for mixer, row in machine.measured().items()}
+    measured = machine.read_rows(machine.MEASURED, "mixer")
+    speed = {mixer: float(row["tokens_per_second"]) for mixer, row in measured.items()}
     return f"{100 * (1 - speed[f'softmax-{backbone}'] / speed[backbone]):.1f} %"
 
 

@@ -122,17 +122,17 @@ def of_suite(task: Task, lr: tuple[float, ...], name: str = "", **settings: Any)
     return replace(made, name=name or made.name, tuning=Tuning("lr", lr, (5,)), reference=REFERENCE)
 
 
-TRACKING, RECALL = (3e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3, 6e-3)  # learning rates
+TRACKING_LRS, RECALL_LRS = (3e-3, 6e-3, 1.2e-2), (1.5e-3, 3e-3, 6e-3)
 SMALL = (
-    of_suite(tasks.Parity(length=32), TRACKING),
-    of_suite(tasks.S3(length=16), TRACKING, steps=500),
+    of_suite(tasks.Parity(length=32), TRACKING_LRS),
+    of_suite(tasks.S3(length=16), TRACKING_LRS, steps=500),
     # Permutations that move three points at most are products of two reflections; all 120 are not learnt in this time.
-    of_suite(tasks.S5(length=8, moved=3), TRACKING, steps=1000, batch_size=64),
-    of_suite(tasks.FlipFlop(length=32), TRACKING),
-    of_suite(tasks.Dyck(length=32), TRACKING),
-    of_suite(tasks.Mqar(vocabulary=72, pairs=4, length=16), RECALL, layers=2, steps=600, batch_size=64),
-    of_suite(tasks.SelectiveCopy(symbols=8, copied=4, length=24), RECALL, layers=2),
-    of_suite(tasks.Induction(length=32), RECALL, "needle", layers=2, steps=600),
-    of_suite(tasks.Text(length=64), RECALL, layers=2, batch_size=16),
+    of_suite(tasks.S5(length=8, moved=3), TRACKING_LRS, steps=1000, batch_size=64),
+    of_suite(tasks.FlipFlop(length=32), TRACKING_LRS),
+    of_suite(tasks.Dyck(length=32), TRACKING_LRS),
+    of_suite(tasks.Mqar(vocabulary=72, pairs=4, length=16), RECALL_LRS, layers=2, steps=600, batch_size=64),
+    of_suite(tasks.SelectiveCopy(symbols=8, copied=4, length=24), RECALL_LRS, layers=2),
+    of_suite(tasks.Induction(length=32), RECALL_LRS, "needle", layers=2, steps=600),
+    of_suite(tasks.Text(length=64), RECALL_LRS, layers=2, batch_size=16),
 )
 SUITES: dict[str, tuple[Plan, ...]] = {"small": SMALL}
