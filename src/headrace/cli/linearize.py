@@ -21,7 +21,7 @@ from .options import setting, takes
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 REPORT = "linearize.json"
 MEASURED = {"held_out": int, "precision": str, "data": str}  # what its losses depend on beside the models
-FORM = {"nats": {}, "removed": {}, "measured": MEASURED, "commands": [str], "environments": [{}]}
+FORM = {"nats": {}, "removed": {}, "curve": [float], "measured": MEASURED, "commands": [str], "environments": [{}]}
 LONGER = 4  # times the imitation's length: rows of the last stage
 UPDATES = 50  # of each stage that trains the model as a whole
 FEW = 4  # held-out rows on which layers are removed, as the page says
@@ -60,7 +60,9 @@ class LinearizeOptions:
         "of CHECKPOINT trained on the same rows. Repeatable.",
         show_default=False,
     )
-    scores: Path | None = setting("Adds the scores of this folder of `headrace eval` to the report of an existing OUTPUT.")
+    scores: Path | None = setting(
+        "Adds the scores of this folder of `headrace eval` to the report of an existing OUTPUT."
+    )
     device: Device = None
     threads: Threads = None
     machine: str | None = setting(
