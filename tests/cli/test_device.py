@@ -11,8 +11,9 @@ import torch
 
 from headrace.benchmarking import measure
 from headrace.benchmarking.plan import BenchPlan, Point
+from headrace.files import engine
 from headrace.files.devices import SLOW, UNSEEN, all_devices, note_speed, on_device, see_only
-from headrace.files.workers import place_workers
+from headrace.files.workers import Worker, place_workers
 from headrace.training.loop import Updates
 from headrace.training.processes import Processes
 from headrace.training.transfer import Transfer
@@ -129,6 +130,14 @@ def test_a_measurement_names_its_device_beside_a_gpu(device, name, monkeypatch):
     monkeypatch.setattr(measure, "measure", lambda point, plan: {})
     result = measure.record(Point("training", 8), None, BenchPlan((), device=device))
     assert result["environment"]["device"] == name
+
+
+@pytest.mark.parametrize(("device", "name"), [(None, "mps"), ("cpu", "cpu")])
+def test_a_row_of_a_worker_names_its_device_beside_an_accelerator(device, name, monkeypatch, tmp_path):
+    """Apple's GPU, which no process hides; None is the process that the user started, as it trains a model."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("mps"))
+    engine.keep(tmp_path, engine.Point("one", Path("one.json"), 1), lambda value, worker: {}, Worker(device, print))
+    assert engine.read(tmp_path / "one.json")["environment"]["device"] == name
 
 
 @pytest.mark.parametrize(

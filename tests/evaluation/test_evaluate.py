@@ -25,7 +25,7 @@ from headrace.convert.checkpoint import read_tokenizer
 from headrace.data.tokenizer import byte_level
 from headrace.evaluation import report, tasks
 from headrace.evaluation.checkpoint import named, read_checkpoint
-from headrace.evaluation.run import EvaluationPlan, Machine, evaluate, run_item, scored
+from headrace.evaluation.run import Evaluation, EvaluationPlan, Machine, evaluate, run_item, scored
 from headrace.evaluation.scores import Score, difference, scores, unigram, weight
 from headrace.evaluation.tasks import HOME, Item, Rows, items
 from headrace.files.results import read_result
@@ -243,8 +243,10 @@ def test_rows_that_changed_are_evaluated_again(checkpoints, data, tmp_path):
     assert hashes[0] != hashes[1]
 
 
-def test_the_command_writes_a_report(checkpoints, data, tmp_path):
+def test_the_command_writes_a_report(checkpoints, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.files.environment.present_device", lambda: torch.device("mps"))  # beside the CPU
     asked = ["--suite", "piqa,lambada_openai", "--data", str(data), "--limit", "5", "--output", str(tmp_path)]
+    asked += ["--device", "cpu"]
     ran = CliRunner().invoke(cli.app, ["eval", *checkpoints.values(), *asked])
     assert ran.exit_code == 0, ran.output
     page = (tmp_path / "report.html").read_text("utf-8")
@@ -263,6 +265,19 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path):
                 line.score == pytest.approx(theirs[task][f"{metric},none"]) and line.rows == theirs[task]["sample_len"]
             )
             assert line.higher_is_better == (metric != "perplexity")
+    record = read_result(tmp_path / "llama" / "items" / "piqa.json")
+    assert record["environment"]["device"] == "cpu" and "mps" not in page
+
+
+def test_the_page_names_each_machine_of_its_records_once(tmp_path):
+    made = {"max_length": 8, "trained_length": 8, "seconds": 1.0}
+    places = {"a": ("cpu", 1), "b": ("mps", 1), "c": ("cpu", 2)}
+    own = {
+        name: {"task": record([0.5, 1.0]) | made | {"environment": {"device": device, "threads_per_arm": threads}}}
+        for name, (device, threads) in places.items()
+    }
+    page = report.report(Evaluation(EvaluationPlan("x"), own, {}), dict.fromkeys(own, "folder"), tmp_path)
+    assert [one["device"] for one in page.environments] == ["cpu", "mps"]
 
 
 def test_needles_are_rows_by_length():

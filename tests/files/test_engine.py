@@ -65,6 +65,20 @@ def test_a_row_has_its_environment(tmp_path):
     assert "headrace" in (tmp_path / "made-by.json").read_text()
 
 
+def with_another_number_of_threads(value, worker):
+    torch.set_num_threads(torch.get_num_threads() + 1)
+    return square(value, worker)
+
+
+def test_a_row_has_the_threads_with_which_its_measurement_began(tmp_path):
+    before = torch.get_num_threads()
+    try:
+        (row,) = run(tmp_path, PLAN, points(2), with_another_number_of_threads)
+    finally:
+        torch.set_num_threads(before)
+    assert row["environment"]["threads_per_arm"] == before
+
+
 def test_git_may_print_what_the_locale_cannot_decode(tmp_path, monkeypatch):
     """As the name of a file with core.quotePath=false."""
     (tmp_path / "git").write_text("#!/bin/sh\nprintf '\\377'\n")

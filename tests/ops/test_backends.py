@@ -7,7 +7,7 @@ import tiny
 from equation import skip_if_missing
 from headrace import InputError, backends, load, set_backend, step, zoo
 from headrace.cli.verify import backends as list_backends
-from headrace.files.environment import this_process
+from headrace.files.environment import environment
 from headrace.layers import LinearMixer, build
 from headrace.ops.backends.base import OPERATIONS, Backend, Kernel
 from headrace.ops.backends.native import library as native
@@ -90,14 +90,14 @@ def test_layer_on_a_named_backend_refuses_unsupported_calls():
 
 def test_environment_variable_chooses_the_backend_of_layers(monkeypatch, capsys):
     monkeypatch.setenv("HEADRACE_BACKEND", "torch")
-    assert layer().backend == this_process()["backend"] == "torch"
+    assert layer().backend == environment()["backend"] == "torch"
     list_backends()
     assert "HEADRACE_BACKEND=torch: layers use this backend" in capsys.readouterr().out
     monkeypatch.setenv("HEADRACE_BACKEND", "cuda")
     with pytest.raises(InputError, match="HEADRACE_BACKEND='cuda' is unknown; expected one of auto, onnx, native"):
         layer()
     monkeypatch.delenv("HEADRACE_BACKEND")
-    assert layer().backend == this_process()["backend"] == "auto"
+    assert layer().backend == environment()["backend"] == "auto"
     list_backends()
     assert "HEADRACE_BACKEND" not in capsys.readouterr().out
 

@@ -174,7 +174,8 @@ def test_every_model_type_has_results():
     }
 
 
-def test_the_command(run_command, tmp_path):
+def test_the_command(run_command, tmp_path, monkeypatch):
+    monkeypatch.setattr("headrace.files.environment.present_device", lambda: torch.device("mps"))  # beside the CPU
     laws = "--laws", "packed = separate,batch size"
     broken = run_command("verify", f"{FAULTY}:packing", "--device", "cpu", *laws)
     assert broken.code == 1 and "B=1 T=2 at=1" in broken.out and "def packed(subject" in broken.out
@@ -182,6 +183,7 @@ def test_the_command(run_command, tmp_path):
     record = json.loads(run_command("verify", f"{FAULTY}:packing", "--device", "cpu", "--json", *laws).out)[0]
     assert [law["verdict"] for law in record["laws"]] == ["breaks", "holds"]
     assert record["environment"]["torch"] == torch.__version__ and "--json" in record["command"]
+    assert record["environment"]["device"] == "cpu"
     code, _ = run_without_headrace(record["laws"][0]["snippet"], tmp_path)
     assert code == 1
     raised = run_command("verify", f"{FAULTY}:raises", "--device", "cpu", *laws)

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from ..files.environment import environments
 from ..report.numbers import compact, count, spread
 from ..report.page import PALETTE, STYLE, Page, Section, picture
 from . import MEASURED
@@ -83,12 +84,6 @@ def write_report(results: list[dict[str, Any]], lines: list[dict[str, Any]], pla
     )
     sections = [overheads(results, plan), *(measured(what, lines, plan, folder) for what in present(results))]
     return Page("Cost of competition", [about], sections, environments(results)).write(folder / "report.html")
-
-
-def environments(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    left = ("date", "threads_per_arm")
-    every = [{key: x for key, x in result["environment"].items() if key not in left} for result in results]
-    return [about for i, about in enumerate(every) if about not in every[:i]]
 
 
 def present(results: list[dict[str, Any]]) -> list[str]:

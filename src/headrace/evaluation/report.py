@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ..files.environment import environment
+from ..files.environment import environments
 from ..report.differences import Difference, answer, judged
 from ..report.differences import table as table_of_differences
 from ..report.numbers import significant
@@ -50,9 +50,10 @@ def report(evaluation: Evaluation, paths: dict[str, str], output: Path) -> Page:
         sentences=list(findings(evaluation)),
         details=how(evaluation, paths),
     )
-    made = {"lm_eval": lm_eval.__version__, "seed": plan.seed}
+    records = [record for own in evaluation.items.values() for record in own.values()]
+    made = [one | {"lm_eval": lm_eval.__version__, "seed": plan.seed} for one in environments(records)]
     sections = [first, *([differences(found, output)] if found else [])]
-    return Page("Evaluation", [about], sections, [environment() | made], f"{answer(found)}." if found else "")
+    return Page("Evaluation", [about], sections, made, f"{answer(found)}." if found else "")
 
 
 def findings(evaluation: Evaluation) -> Iterator[str]:

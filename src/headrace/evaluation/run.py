@@ -25,6 +25,7 @@ from lm_eval.utils import handle_non_serializable
 
 from ..files import engine
 from ..files.engine import Claim, Point, Row, Tell
+from ..files.environment import environment
 from ..files.provenance import defaults
 from ..files.results import file_names, write_result
 from ..files.workers import Worker
@@ -155,6 +156,7 @@ def run_item(rows: Rows, worker: Worker, load: Callable[[], Checkpoint], plan: E
         scores = results["results"][item.name]
         scores |= {name: math.nan for name in scores if name.partition(",")[0] in samples[0]["metrics"]}
     return {
+        "environment": environment(machine.device),
         "max_length": max_length,
         "trained_length": checkpoint.trained_length,
         "seconds": round(time.perf_counter() - started, 2),

@@ -113,9 +113,9 @@ def claimed(folder: Path, claim: Claim) -> Iterator[None]:
 
 def keep(folder: Path, point: Point, measure: Measure, worker: Worker) -> None:
     """Measures a point and writes its result."""
-    result = measure(point.value, worker)
     mark = {"fingerprint": point.fingerprint} if point.fingerprint else {}
-    write_result(folder / point.path, {"environment": environment(), **mark, **result})
+    about = environment("cpu" if worker.device == "cpu" else None)  # before the measurement sets other threads
+    write_result(folder / point.path, {"environment": about, **mark, **measure(point.value, worker)})
 
 
 def read(path: Path, form: Form = None) -> Row:

@@ -15,13 +15,14 @@ import torch
 import headrace
 
 from ..utils.plugins import digests
+from .devices import present_device
 from .provenance import source
 
 
 def environment(device: str | None = None) -> dict[str, Any]:
-    """Returns versions, machine, threads and plug-ins for the record of a result of a device; None: of the GPU here."""
-    known = {} if device is None else {"device": device_name(device) if device.startswith("cuda") else device}
-    here = {
+    """Returns versions, machine, threads and plug-ins for a result's record. device: None for `present_device`."""
+    device = str(present_device()) if device is None else device
+    return {
         "headrace": headrace.__version__,
         "commit": commit(),
         "source": source(),
@@ -32,10 +33,17 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "processor": processor(),
         "cores": os.cpu_count(),
         "backend": os.environ.get("HEADRACE_BACKEND") or "auto",
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": device_name(device) if device.startswith("cuda") else device,
         "threads_per_arm": torch.get_num_threads(),
+        **digests(),
     }
-    return here | known | digests()
+
+
+def environments(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the environments in which results were made, each once, without date and threads."""
+    apart = {"date", "threads_per_arm"}
+    every = [{key: x for key, x in result["environment"].items() if key not in apart} for result in results]
+    return [one for i, one in enumerate(every) if one not in every[:i]]
 
 
 def command() -> str:

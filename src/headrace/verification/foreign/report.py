@@ -93,4 +93,4 @@ def as_json(target: Target, verdicts: Iterable[Verdict], seed: int, device: str,
             row["snippet"] = snippet(target, v, seed, device, dtype)
         rows.append(row)
     named = {"target": target.name, "command": command(), "seed": seed, "device": device}
-    return named | {"dtype": str(dtype).removeprefix("torch."), "laws": rows, "environment": environment()}
+    return named | {"dtype": str(dtype).removeprefix("torch."), "laws": rows, "environment": environment(device)}
