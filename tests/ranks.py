@@ -221,12 +221,25 @@ def refusals():
         messages["padding"] = refused(lambda: gla(x, mask=torch.ones(1, 8, dtype=torch.bool)))
         messages["uneven"] = refused(lambda: part.split(torch.randn(1, 9, 16)))
         messages["unequal"] = refused(lambda: gla(x[:, : 8 - part.rank]))
+        gla(x), gla(x[:, :4])  # lengths that all processes have had
+        messages["unequal again"] = refused(lambda: gla(x[:, : 8 if part.rank else 4]))
+        messages["another length"] = refused(lambda: gla(x[:, : 8 if part.rank else 7]))
         bounds = torch.tensor([0, 8, 8 * part.size + 1])
         messages["bounds"] = refused(lambda: gla(x, cu_seqlens=bounds))
         messages["no v"] = refused(lambda: linear_attention(x[..., None], x[..., None], None))
         ids = torch.ones(1, 8, dtype=int)
         messages["labels"] = refused(lambda: build("gla")(ids, labels=ids))
+    messages["on a GPU"] = refused(lambda: unequal(gla, x))
     return messages
+
+
+def unequal(layer, x):
+    """As on a GPU, where the parts of a call are compared at the end of the context."""
+    with context_parallel() as part:
+        check, part.check = part.check, lambda: None
+        layer(x[:, : 8 if part.rank else 4])
+        layer(x)
+        part.check = check
 
 
 def sent():

@@ -69,10 +69,9 @@ def _check_input(name: str, x: Tensor, q: Tensor, axes: tuple[str, ...]) -> None
         raise InputError(f"{name} has shape {list(x.shape)}; expected {expected}")
     if 0 in x.shape[1:]:
         raise InputError(f"{name} has shape {list(x.shape)}; expected every dimension except B to be at least 1")
-    _check_dtype(name, x)
+    _check_kind(name, x, q)
     if x.dtype != q.dtype:
         raise InputError(f"{name} has dtype {x.dtype} and q has {q.dtype}; expected the same dtype")
-    _check_device(name, x, q)
 
 
 def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q: Tensor) -> None:
@@ -81,8 +80,7 @@ def _check_option(name: str, x: Tensor, expected: tuple[tuple[int, ...], ...], q
     if x.shape not in [shape for shape in expected if len(shape) == x.dim()]:
         wanted = " or ".join(str(list(shape)) for shape in expected)
         raise InputError(f"{name} has shape {list(x.shape)}; expected {wanted}")
-    _check_dtype(name, x)
-    _check_device(name, x, q)
+    _check_kind(name, x, q)
 
 
 def check_tensor(name: str, x: Any, expected: str = "a tensor") -> None:
@@ -96,12 +94,9 @@ def check_module(**modules: Any) -> None:
     require_each(lambda x: isinstance(x, nn.Module), "a torch.nn.Module", **modules)
 
 
-def _check_dtype(name: str, x: Tensor) -> None:
+def _check_kind(name: str, x: Tensor, q: Tensor) -> None:
     if x.dtype not in FLOATS:
         raise InputError(f"{name} has dtype {x.dtype}; expected a floating-point dtype of 16 bits or more")
-
-
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise InputError(f"{name} is on {x.device} and q is on {q.device}; expected the same device")
 

@@ -20,14 +20,16 @@ from torch import Tensor
 
 from ...utils.device import without_autocast
 from ...utils.errors import InputError
-from ..call import Call, accumulator, gated, like
+from ..call import Call, accumulator, gated
 from ..checks import check_bounds, require
 from ..derivatives import first_order
 
 NAME = "linear_attention under context_parallel"
 # The last is the present one. Not a ContextVar: autograd computes checkpoints again in threads of its own.
 _active: list["SequenceShard | None"] = []
-_computed: WeakKeyDictionary[Any, "SequenceShard"] = WeakKeyDictionary()  # the context of a module's last forward
+_computed: WeakKeyDictionary[Any, "SequenceShard | None"] = (
+    WeakKeyDictionary()
+)  # the context of a module's last forward
 
 
 @contextmanager
@@ -55,6 +57,7 @@ def context_parallel(group: Any = None) -> Iterator["SequenceShard"]:
     part = SequenceShard(group)
     with _within(part):
         yield part
+    part.check()
 
 
 @contextmanager
@@ -74,10 +77,7 @@ def recomputed(module: Any) -> AbstractContextManager[None] | None:
     part = current()
     if torch._C._current_graph_task_id() >= 0:  # in a backward
         return None if (last := _computed.get(module)) is part else _within(last)
-    if part is None:
-        _computed.pop(module, None)
-    else:
-        _computed[module] = part
+    _computed[module] = part
     return None
 
 
@@ -99,7 +99,8 @@ class SequenceShard:
     def __init__(self, group: Any):
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._equal: set[int] = set()  # lengths that all processes have
+        self._T = 0  # tokens of this process in the present call; 0 before the first
+        self._lengths: Tensor | None = None  # those of all processes, in the first call where they differ, or the last
 
     def split(self, x: Tensor, dim: int = 1) -> Tensor:
         """Returns this process's part of a whole row's tensor. Raises InputError for tokens without equal parts."""
@@ -107,20 +108,31 @@ class SequenceShard:
         require(T % self.size == 0, f"{T} tokens cannot be split evenly over {self.size} processes")
         return x.chunk(self.size, dim)[self.rank].contiguous()
 
-    def offset(self, T: int) -> int:
-        """Returns the number of tokens of a row before this process's T tokens. The processes compare each T once."""
-        if T not in self._equal:
-            lengths = [0] * self.size
-            dist.all_gather_object(lengths, T, self.group)
-            require(set(lengths) == {T}, f"the processes have {lengths} tokens of the row; expected equal parts")
-            self._equal.add(T)
-        return self.rank * T
+    def offset(self, x: Tensor) -> int:
+        """Returns the number of tokens of a row before this process's x [B, T, ...]."""
+        first, self._T = not self._T, x.shape[1]
+        if first:  # before another error, which one process alone may raise
+            self.gather(x.new_empty(0))
+            self.check()
+        return self.rank * self._T
 
     def gather(self, x: Tensor) -> list[Tensor]:
-        """Returns x of every process."""
-        parts = [like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), self.group)
-        return parts
+        """Returns x of every process. T travels with it, so that unequal parts are an error in all processes: at once
+        on a CPU, at the end of the context on a GPU, which is not synchronized here."""
+        T = torch.full((1,), self._T, device=x.device)
+        mine = torch.cat([x.flatten().view(torch.uint8), T.view(torch.uint8)])
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine, self.group)
+        lengths, known = torch.cat([part[-8:] for part in parts]).view(T.dtype), self._lengths
+        self._lengths = lengths if known is None else torch.where((known == known[0]).all(), lengths, known)
+        if x.device.type == "cpu":
+            self.check()
+        return [part[:-8].view(x.dtype).view(x.shape) for part in parts]
+
+    def check(self) -> None:
+        """Raises InputError if the parts of a call were unequal."""
+        lengths, self._lengths = [] if self._lengths is None else self._lengths.tolist(), None
+        require(len({*lengths}) < 2, f"the processes have {lengths} tokens of the row; expected equal parts")
 
     def before(self, x: Tensor) -> Tensor:
         """Returns x of the process before this one, or zeros; differentiable."""
@@ -137,7 +149,7 @@ class ShardBoundaries:
 
     def __init__(self, part: SequenceShard, cu_seqlens: Tensor | None, x: Tensor):
         T, self.packed = x.shape[1], cu_seqlens is not None
-        self.part, self.offset, self.cu_seqlens = part, part.offset(T), cu_seqlens
+        self.part, self.offset, self.cu_seqlens = part, part.offset(x), cu_seqlens
         starts = torch.zeros(1, dtype=torch.long, device=x.device)
         if cu_seqlens is not None:
             check_bounds(cu_seqlens, T * part.size)
@@ -151,13 +163,9 @@ class ShardBoundaries:
         self.begins = (starts >= self.offset) & (starts < self.offset + T)  # [N or 1], whether in this process
         self.passes = starts[lasts] < offsets  # [size], whether a sequence begins before and ends after each process
 
-    def entering(self, x: Tensor) -> Tensor:
-        """Selects the n sequences that come from the process before, of x [N, ...]."""
-        return x.index_select(0, self.first) if self.packed else x
-
-    def leaving(self, x: Tensor) -> Tensor:
-        """Selects the n sequences that reach the process after, of x [N, ...]."""
-        return x.index_select(0, self.last) if self.packed else x
+    def select(self, x: Tensor, places: Tensor) -> Tensor:
+        """Selects n sequences of x [N, ...]: `first` come from the process before, `last` reach the one after."""
+        return x.index_select(0, places) if self.packed else x
 
     def place(self, x: Tensor, entering: Tensor) -> Tensor:
         """Adds [n, ...] to those of x [N, ...] that come from the process before."""
@@ -193,15 +201,15 @@ def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], A
     if call.delta:
         out, final = run(_with_transition(call, borders, initial))
         out, read, final, transition = out[..., :V], out[..., V:], final[..., :V], final[..., V:]
-        entering, leaving = borders.entering(transition), borders.leaving(transition)
+        entering, leaving = (borders.select(transition, at) for at in (borders.first, borders.last))
     else:
         out, final = run(call._replace(initial_state=initial))
         read, entering = _decayed(call, borders)
         leaving = entering
     acc, inside = final.dtype, borders.tokens(call.v, call.cu_seqlens)[..., None]
     with without_autocast(final):  # states are in the accumulator's precision
-        incoming = _Incoming.apply(borders.leaving(final), leaving.to(acc), borders.passes, borders.part, _tie())
-        incoming = torch.where(borders.continues, incoming, 0)
+        sent = borders.select(final, borders.last), leaving.to(acc)
+        incoming = torch.where(borders.continues, _Incoming.apply(*sent, borders.passes, borders.part, _tie()), 0)
         grouped = torch.where(inside, read.to(acc), 0).unflatten(2, (incoming.shape[1], -1))  # by states
         more = torch.einsum("bthqk,bhkv->bthqv", grouped, incoming).flatten(2, 3)
         out = out + torch.where(inside, more, 0).to(out.dtype)
@@ -215,7 +223,7 @@ def _with_transition(call: Call, borders: ShardBoundaries, initial: Tensor | Non
     state = call.v.new_zeros(call.state_shape, dtype=acc) if initial is None else initial.to(acc)
     N, H = state.shape[:2]
     eye = torch.eye(K, dtype=acc, device=state.device) * borders.continues.view(-1, 1, 1, 1)
-    eye = borders.place(state.new_zeros(N, H, K, K), eye.expand(len(borders.entering(state)), H, K, K))
+    eye = borders.place(state.new_zeros(N, H, K, K), eye.expand(len(borders.select(state, borders.first)), H, K, K))
     return call._replace(v=F.pad(call.v, (0, K)), initial_state=torch.cat([state, eye], -1))
 
 
@@ -225,12 +233,9 @@ def _decayed(call: Call, borders: ShardBoundaries) -> tuple[Tensor, Tensor]:
     Both are decays from the start of this process's tokens."""
     (B, T, H, _), K, acc = call.v.shape, call.k.shape[-1], accumulator(call.v)
     inside = borders.tokens(call.v, call.cu_seqlens)[..., None]
-    if call.log_decay is None:
-        log = call.v.new_zeros(B, T, H, 1, dtype=acc)
-    else:
-        each = call.log_decay.to(acc)
-        each = each if each.dim() == 4 else each.expand(B, T, H)[..., None]
-        log = torch.where(inside, each, 0).cumsum(1)
+    each = call.v.new_zeros((), dtype=acc) if call.log_decay is None else call.log_decay.to(acc)
+    each = each if each.dim() == 4 else each.expand(B, T, H)[..., None]
+    log = torch.where(inside, each, 0).cumsum(1)
     q = call.q.to(acc).repeat_interleave(-(-H // call.q.shape[2]), 2)
     decay = torch.where(inside, log, 0).repeat_interleave(call.queries, 2).exp()
     read = gated(q * decay * call.scale, call.read_gate)
