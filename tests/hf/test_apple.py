@@ -81,6 +81,13 @@ def built(mixer):
 def masked(mixer, place):
     return built(mixer).to(place)(ids.to(place), attention_mask=left, labels=ids).loss
 
+def of_items(place):  # as the Trainer of transformers counts them
+    return built("experts").to(place)(ids.to(place), labels=ids, num_items_in_batch=torch.tensor([7])).loss
+
+def in_a_pack(place):  # whose bounds are given twice
+    bounds, model = torch.tensor([0, 4, 9]), built("gla").to(place)
+    return model(ids[:1].to(place), cu_seq_lens_q=bounds.to(place), cu_seq_lens_k=bounds.int()).logits
+
 def in_positions(place):
     positions = torch.arange(9)[None]
     return built("gla").to(place)(ids.to(place), attention_mask=whole, position_ids=positions).logits
@@ -112,8 +119,8 @@ differences = {}
 with apple.Present():
     for name, way in {
         "mask": lambda place: masked("hybrid", place), "mask, experts": lambda place: masked("experts", place),
-        "positions": in_positions, "DynamicCache": in_dynamic_cache, "generate": generated, "linear": made_linear,
-        "state": resumed,
+        "items": of_items, "pack": in_a_pack, "positions": in_positions, "DynamicCache": in_dynamic_cache,
+        "generate": generated, "linear": made_linear, "state": resumed,
     }.items():
         try:
             own, there = (way(place).detach().to("cpu").double() for place in ("cpu", apple.DEVICE))

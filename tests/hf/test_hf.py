@@ -383,7 +383,8 @@ def test_losses_equal_transformers():
     expected = F.cross_entropy(out.logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten(), reduction="sum")
     count = (labels[:, 1:] != -100).sum()
     close(out.loss, expected / count, 1e-6)
-    close(model(ids, labels=labels, num_items_in_batch=torch.tensor(7)).loss, expected / 7, 1e-6)
+    for items in (7, torch.tensor(7), torch.tensor([7])):
+        close(model(ids, labels=labels, num_items_in_batch=items).loss, expected / 7, 1e-6)
     shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
     close(model(ids, shift_labels=shifted).loss, out.loss)
     with pytest.raises(TypeError, match="unexpected argument 'label'"):

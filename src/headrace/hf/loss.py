@@ -40,9 +40,7 @@ def token_loss(model: Any, hidden: Tensor, logits: Tensor | None, labels: Tensor
 
 def next_labels(labels: Any, shift_labels: Tensor | None) -> Tensor:
     """The label of each position [B, T]: shift_labels, or the label of the token after it."""
-    if shift_labels is not None:
-        return shift_labels
-    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
+    return F.pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous() if shift_labels is None else shift_labels
 
 
 def experts_loss(

@@ -161,9 +161,9 @@ def flash_bounds(arguments: dict[str, Any]) -> Tensor | None:
     check_tensor("cu_seq_lens_k", k)
     require(q.shape == k.shape, both)
     if avoid_sync(q):
-        torch._assert_async((q == k).all(), both)
+        torch._assert_async((q == k.to(q)).all(), both)
     else:
-        require(torch.equal(q, k), both)
+        require(torch.equal(q, k.to(q)), both)
     return q
 
 

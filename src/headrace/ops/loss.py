@@ -104,4 +104,6 @@ def per_item(total: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | N
 
     Without labels the sum is 0 and has zero gradients, and so has the quotient, whatever num_items_in_batch is."""
     count = (labels != IGNORED).sum().to(total.device)
-    return total / ((count if num_items_in_batch is None else num_items_in_batch) + (count == 0))
+    items = count if num_items_in_batch is None else num_items_in_batch
+    items = items.squeeze() if isinstance(items, Tensor) else items  # transformers' [1]; a number may be on the CPU
+    return total / (items + (count == 0))
