@@ -1,7 +1,9 @@
 """A cache that goes back is as if it had never read what it forgot."""
 
 import copy
+import itertools
 import random
+import re
 from contextlib import nullcontext
 
 import pytest
@@ -274,15 +276,31 @@ def test_a_pack_is_not_gone_behind():
         assert cache.snapshots.columns == [0, 18]
 
 
+WRONG = [
+    *(("crop", wrong, "tokens_to_remove=.*; expected an integer") for wrong in ("a", None, 1.5, torch.tensor([1, 2]))),
+    *(("batch_repeat_interleave", wrong, "repeats=.*; expected a positive integer") for wrong in ("a", 0, 1.5, None)),
+    *(("reorder_cache", wrong, "beam_idx is no index of the sequences") for wrong in ("a", None, 0.5)),
+    *(("batch_select_indices", wrong, "indices is no index of the sequences") for wrong in ("a", None, [0.5])),
+]
+
+
 @torch.no_grad()
 def test_refusals_lose_nothing(model):
     cache = model(tiny.tokens(2, 5)).past_key_values
     before = [x.clone() for x in tensors(cache)]
-    for columns in (-1, 6, 2.0, None, "2"):
-        with pytest.raises(InputError, match=f"rewind\\({columns}\\) of a cache of 5 columns; expected 0 to 5"):
+    for columns in (-1, 6, 2.0, None, "2", torch.tensor([1, 2])):
+        shown = re.escape(str(columns))
+        with pytest.raises(InputError, match=f"rewind\\({shown}\\) of a cache of 5 columns; expected 0 to 5"):
             cache.rewind(columns)
     with pytest.raises(InputError, match="cache of 5 columns"):
         cache.crop(-6)
+    for each in (cache, HeadraceCache()):
+        for name, wrong, sentence in WRONG:
+            with pytest.raises(InputError, match=sentence):
+                getattr(each, name)(wrong)
+    for name, wrong in itertools.product(("reorder_cache", "batch_select_indices"), ([2], torch.tensor([True] * 3))):
+        with pytest.raises(InputError, match=r"is no index of the sequences of a cache: IndexError: .*\b2\b"):
+            getattr(cache, name)(wrong)
     cache.states = cache.states
     with pytest.raises(InputError, match="columns 0 to 3 were read elsewhere, and their states set"):
         cache.rewind(2)

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from ..layers.attention.attention import AttentionState
 from ..layers.base import tensors
 from ..ops.checks import require
-from ..utils.errors import InputError, require_each
+from ..utils.errors import InputError, reading, require_each
 from .cache_layers import layer_of
 from .snapshots import Snapshots, copied
 
@@ -142,7 +143,7 @@ class HeadraceCache(Cache):
             InputError: for fewer than 0 or more columns than there are, and where the ids after the snapshot are not
                 kept: those of packs, embeddings, states from elsewhere. The cache is then as before.
         """
-        inside = hasattr(columns, "__index__") and 0 <= columns <= self.columns
+        inside = _is_integer(columns) and 0 <= columns <= self.columns
         require(inside, f"rewind({columns}) of a cache of {self.columns} columns; expected 0 to {self.columns}")
         end, covered = self.columns - int(columns), self.columns - self.pending
         if end < covered:
@@ -153,6 +154,7 @@ class HeadraceCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """As in transformers: removes the last −tokens_to_remove columns. A positive number, and in earlier versions of
         transformers also 0, is the largest number of columns to keep. Raises InputError as `rewind` does."""
+        require_each(_is_integer, "an integer", tokens_to_remove=tokens_to_remove)
         removes = tokens_to_remove < 0 or (tokens_to_remove == 0 and CROP_REMOVES)
         self.rewind(-tokens_to_remove if removes else max(self.columns - tokens_to_remove, 0))
 
@@ -213,15 +215,16 @@ class HeadraceCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replaces the sequences by those with the indices beam_idx [B], as beam search does."""
-        self._change(lambda x: x.index_select(0, torch.as_tensor(beam_idx, device=x.device)))
+        self._select("beam_idx", beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every sequence, one copy after the other."""
-        self._change(lambda x: x.repeat_interleave(repeats, 0))
+        require_each(lambda n: _is_integer(n) and n > 0, "a positive integer", repeats=repeats)
+        self._change(lambda x: x.repeat_interleave(int(repeats), 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the sequences with these indices."""
-        self._change(lambda x: x[torch.as_tensor(indices, device=x.device).reshape(-1)])
+        """Keeps the sequences with these indices, or those that a mask of bools marks."""
+        self._select("indices", indices)
 
     def append(self, other: "HeadraceCache") -> None:
         """Appends the sequences of another cache, which must not be used afterwards. Each state must have one size, as
@@ -241,10 +244,22 @@ class HeadraceCache(Cache):
             self.covered_states = [of(*(x if x is None else torch.cat([x, y]) for x, y in each)) for of, each in pairs]
             self.snapshots.forget(self.columns, "were read before sequences of another cache were appended")
 
+    def _select(self, name: str, indices: Any) -> None:
+        with reading(f"{name} is no index of the sequences of a cache"):
+            rows = torch.as_tensor(indices).reshape(-1)
+            rows = torch.arange(max(self.batch_size, 0), device=rows.device)[rows if self.batch_size >= 0 else rows[:0]]
+        on_device = cache(rows.to)  # copied once
+        self._change(lambda x: x.index_select(0, on_device(x.device)))
+
     def _change(self, function: Callable[[Tensor], Tensor]) -> None:
         if self.covered_states is not None:
             self.covered_states = [copied(state, function) for state in self.covered_states]
         self.snapshots.change(function)
+
+
+def _is_integer(x: Any) -> bool:
+    """Whether x is an integer of Python or of another library."""
+    return hasattr(x, "__index__") and not getattr(x, "shape", ())
 
 
 def cache_argument(past_key_values: Any, cache: Any) -> HeadraceCache | DynamicCache | None:

@@ -54,8 +54,7 @@ def experts_loss(
     require(trained, "use_reentrant=True gives no gradient to the balance loss; expected use_reentrant=False")
     shares, targets = routed[0].shares, next_labels(labels, shift_labels)
     if attention_mask is not None:  # of rows, which may be packed
-        before = attention_mask.shape[1] - targets.shape[1]
-        attention_mask = attention_mask[:, before:].reshape(shares.shape[:2])
+        attention_mask = attention_mask[:, attention_mask.shape[1] - targets.shape[1] :].reshape(shares.shape[:2])
     mask = padding_mask(attention_mask, shares, False)
     losses = torch.stack([balance_loss(routing, mask) for routing in routed])
     share = per_item((targets != IGNORED).sum().to(losses), targets, num_items_in_batch)

@@ -153,10 +153,9 @@ class HeadraceModel(HeadracePreTrainedModel):
         x, mask, pack = arranged(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
         if cache is not None:
             cache.check_sequences(x.shape[0] if pack is None else pack.count)
-        if use_cache is None:
-            use_cache = cache is not None or (self.config.use_cache and not self.training)
-        if use_cache and cache is None:
-            cache = HeadraceCache()
+        wished = cache is not None or (self.config.use_cache and not self.training)
+        use_cache = wished if use_cache is None else use_cache
+        cache = HeadraceCache() if use_cache and cache is None else cache
         every = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
         mapped = self.config.output_attentions if output_attentions is None else output_attentions
         if cache is not None and (mapped or pack is not None):
@@ -174,10 +173,7 @@ class HeadraceModel(HeadracePreTrainedModel):
             if isinstance(given, DynamicCache):
                 write_dynamic(given, cache.states or [])
             results[CACHE] = cache if given is None else given
-        if every:
-            results["hidden_states"] = hidden
-        if maps is not None:
-            results["attentions"] = tuple(maps)
+        results |= {"hidden_states": hidden if every else None, "attentions": None if maps is None else tuple(maps)}
         return BaseModelOutputWithPast(last_hidden_state=last, **results)
 
     def _borrowed(self, given: DynamicCache, attention_mask: Tensor | None, T: int) -> HeadraceCache:

@@ -181,9 +181,7 @@ def cropped(state: AttentionState, removed: int, padded: bool | None = None) -> 
 
 def copied(state: Any, function: Callable[[Tensor], Tensor] = torch.clone) -> Any:
     """Returns a NamedTuple with the function of each of its tensors; None for None."""
-    if state is None:
-        return None
-    return type(state)(*(function(x) if isinstance(x, Tensor) else x for x in state))
+    return None if state is None else type(state)(*(function(x) if isinstance(x, Tensor) else x for x in state))
 
 
 def refuse_gradient(states: list[Any]) -> None:

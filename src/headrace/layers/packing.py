@@ -22,14 +22,12 @@ def unpad(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Removes padding: x [B, T, D], mask [B, T] (False: padding) -> (pack [1, tokens, D], cu_seqlens [B + 1], places
     [tokens], the tokens' indices in x.flatten(0, 1))."""
     places = mask.flatten().nonzero().squeeze(1)
-    cu_seqlens = F.pad(mask.sum(1).cumsum(0), (1, 0))
-    return x.flatten(0, 1)[places][None], cu_seqlens, places
+    return x.flatten(0, 1)[places][None], F.pad(mask.sum(1).cumsum(0), (1, 0)), places
 
 
 def pad(x: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
     """Inverts `unpad`: x [1, tokens, D] -> [B, T, D] with zeros at the padding. shape: (B, T)."""
-    full = x.new_zeros(shape[0] * shape[1], *x.shape[2:])
-    return full.index_copy(0, places, x[0]).unflatten(0, tuple(shape))
+    return x.new_zeros(shape[0] * shape[1], *x.shape[2:]).index_copy(0, places, x[0]).unflatten(0, tuple(shape))
 
 
 class UnpaddedSequences(Sequences):

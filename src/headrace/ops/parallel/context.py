@@ -189,8 +189,7 @@ class ShardBoundaries:
         if not self.packed:
             return before if self.part.rank else given + 0 * before
         places = torch.arange(self.offset - h, self.offset, device=x.device)
-        inside = (places >= self.start)[None, :, None] & self.continues
-        return self.place(given, torch.where(inside, before, 0))
+        return self.place(given, torch.where((places >= self.start)[None, :, None] & self.continues, before, 0))
 
 
 def over_processes(call: Call, borders: ShardBoundaries, run: Callable[[Call], Any]) -> tuple[Tensor, Tensor]:
@@ -238,8 +237,7 @@ def _decayed(call: Call, borders: ShardBoundaries) -> tuple[Tensor, Tensor]:
     log = torch.where(inside, each, 0).cumsum(1)
     q = call.q.to(acc).repeat_interleave(-(-H // call.q.shape[2]), 2)
     decay = torch.where(inside, log, 0).repeat_interleave(call.queries, 2).exp()
-    read = gated(q * decay * call.scale, call.read_gate)
-    return read, log[:, -1, :, :, None].exp().expand(-1, H, K, 1)
+    return gated(q * decay * call.scale, call.read_gate), log[:, -1, :, :, None].exp().expand(-1, H, K, 1)
 
 
 class _Incoming(torch.autograd.Function):
