@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from http.client import BadStatusLine
 from pathlib import Path
 from ssl import SSLCertVerificationError
@@ -21,7 +22,7 @@ from damage import change_digit
 from groups import begin, begun_by, forked, wait_for
 from headrace.files import engine, environment
 from headrace.files.engine import Claim, Point, run
-from headrace.files.hub import check_config, hub_answers, is_on_the_hub
+from headrace.files.hub import ask_hub, check_config, hub_answers, is_on_the_hub
 from headrace.files.processes import locked
 from headrace.files.results import NOT_FINITE
 from headrace.utils.errors import InputError, VersionWarning
@@ -277,6 +278,21 @@ def test_the_hub_is_asked_unless_its_client_is_offline(monkeypatch, value, answe
     assert hub_answers() == answers
     monkeypatch.setenv("HF_ENDPOINT", "http://a b")
     assert hub_answers() == answers
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "asked", "left"),
+    [("", "https://huggingface.co", None), ("https://mirror.org", "https://mirror.org", "https://mirror.org")],
+)
+def test_an_empty_endpoint_is_none(endpoint, asked, left, monkeypatch, capsys):
+    """Its client would ask the address /owner/name."""
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    found = []
+    monkeypatch.setattr("headrace.files.hub.urlopen", lambda request, timeout: nullcontext(found.append(request)))
+    ask_hub()
+    assert [request.full_url for request in found] == [asked] and os.environ.get("HF_ENDPOINT") == left
+    assert "HF_HUB_OFFLINE" not in os.environ and not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -73,9 +73,7 @@ def misfit(value: Any, form: Form, where: str = "it") -> str | None:
         return f"{where} is {short(value)}, which has more than 64 bits"
     if isinstance(form, list):
         return next(filter(None, (misfit(x, form[0], f"item {i} of {where}") for i, x in enumerate(value))), None)
-    if isinstance(form, dict):
-        return _misfit_of_names(value, form, where)
-    return None
+    return _misfit_of_names(value, form, where) if isinstance(form, dict) else None
 
 
 KINDS = {

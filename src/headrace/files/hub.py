@@ -20,6 +20,8 @@ GGUF = ".gguf"  # suffix of the files of llama.cpp, each of which is a checkpoin
 
 def ask_hub() -> None:
     """Sets HF_HUB_OFFLINE=1, and says so, if the Hub does not answer: its client reads this variable at its import."""
+    if not os.environ.get("HF_ENDPOINT", "-"):
+        del os.environ["HF_ENDPOINT"]  # empty: the client would take it for an address
     if not hub_answers():
         print(OFFLINE, file=sys.stderr)
         os.environ |= {"HF_HUB_OFFLINE": "1"}
