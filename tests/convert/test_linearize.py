@@ -235,6 +235,30 @@ def test_what_cannot_be_taken_over_is_named(attention, name, layers, sentence):
         linearize(model_of(attention), name, layers)
 
 
+@pytest.mark.parametrize(
+    ("attention", "setting", "sentence"),
+    [
+        ("transformer", "heads.count=2", "heads.count=2, and the layer has 4"),
+        ("gqa(rope.theta=500)", "rope.theta=10000", "rope.theta=10000.0, and the layer has 500.0"),
+        ("transformer", "rope.theta=500", "rope.theta=500.0, and the layer has 10000.0"),
+        ("gqa(rotary=false)", "rope.theta=500", "rope.theta=500.0, and the layer has None"),
+    ],
+)
+def test_a_setting_that_is_not_the_layers_is_refused(attention, setting, sentence):
+    model, name = model_of(attention), f"hedgehog(inputs.rotary=true, {setting})"
+    for mixer in (name, zoo.get(name)):
+        with pytest.raises(InputError, match=f"cannot take over layer 0: {sentence}; expected the same"):
+            linearize(model, mixer)
+
+
+@pytest.mark.parametrize(
+    "name", ["hedgehog(heads.count=4, inputs.rotary=true, rope.theta=10000)", "delta-fast-weights"]
+)
+def test_settings_of_the_layer_and_of_the_zoo_are_taken(name):
+    """delta-fast-weights stands for 8 heads."""
+    assert mixer(linearize(model_of("transformer"), name)).H == 4
+
+
 OWN = "qk_norm=head, rope.kind=linear, rope.factor=2, rope.dims=4"
 
 

@@ -26,6 +26,7 @@ from ..layers.attention.attention import SoftmaxAttention
 from ..layers.linear.mixer import LinearMixer
 from ..layers.norms import OffsetRMSNorm
 from ..spec.attention import AttentionSpec, Rope
+from ..spec.expression import expression
 from ..spec.linear import MixerSpec
 from ..spec.serialize import to_json
 from ..utils.errors import InputError, require, shown
@@ -45,7 +46,8 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
 
     Raises:
         InputError: an index names no attention layer, the mixer is not linear, it and a layer cannot be
-            combined, or the model is quantized or has adapters.
+            combined, it sets heads.count or rope.theta to another value than that of a layer, or the model is quantized
+            or has adapters.
     """
     return deepcopy(with_linear_layers(model, mixer, layers))
 
@@ -83,6 +85,7 @@ def linear_config(config: HeadraceConfig, mixer: str | MixerSpec, chosen: list[i
             raise InputError(f"layer {i} is no layer of softmax attention; expected one of {known}")
         _check_form(stack[i].mixer, i)
         try:
+            _refuse_other_values(mixer, spec, stack[i].mixer, config)
             new = _taken_over(spec, stack[i].mixer, config)
             new.head_dims(config.hidden_size, config.num_heads)
         except InputError as error:
@@ -129,6 +132,18 @@ def _check_form(old: AttentionSpec, i: int) -> None:
     for name, usual in (("buckets", None), ("forget", False), ("form", "sdpa")):
         if (value := getattr(old, name)) != usual:
             raise InputError(f"layer {i} has {name}={value!r}, which no linear mixer has; expected it among --keep")
+
+
+def _refuse_other_values(mixer: str | MixerSpec, spec: MixerSpec, old: AttentionSpec, config: HeadraceConfig) -> None:
+    """Raises InputError for a value that the mixer sets, and in place of which the new layer would have the old one's.
+    What a name of the zoo stands for is not set."""
+    theta = (old.rope.theta or config.rope_theta) if old.rotary else None
+    has = {"heads.count": old.num_heads(config.hidden_size, config.num_heads), "rope.theta": theta}
+    named = expression(mixer, "mixer")[1] if isinstance(mixer, str) else has
+    for name in has.keys() & named:
+        part, _, field = name.partition(".")
+        value = getattr(getattr(spec, part, None), field, None)
+        require(value in (None, has[name]), f"{name}={value}, and the layer has {has[name]}; expected the same")
 
 
 def _taken_over(spec: MixerSpec, old: AttentionSpec, config: HeadraceConfig) -> MixerSpec:
