@@ -191,6 +191,25 @@ def test_package_that_a_program_has_imported_is_a_plug_in(folder, monkeypatch):
     assert plugins.Plugin(spec.plugin, spec.sha256) == plugins.LOADED["their_package"]
 
 
+@pytest.mark.parametrize("first", ["__init__.py", "plug.py"])
+def test_a_submodule_has_the_digest_of_its_package(folder, monkeypatch, first):
+    """Whichever of its files registers: what a class of the submodule computes may be in any of them."""
+    package = folder / "site" / "parts"
+    package.mkdir(parents=True)
+    for name in ("__init__.py", "plug.py", "other.py"):
+        (package / name).write_text(FILES["leaky.py"] if name == first else "", "utf-8")
+    monkeypatch.syspath_prepend(folder / "site")
+    found = []
+    for text in ("", "x = 1\n"):
+        (package / "other.py").write_text(text, "utf-8")
+        with patch.dict(sys.modules):
+            plugins.load(["parts.plug"])
+        found.append(plugins.LOADED["parts.plug"].sha256)
+        assert zoo.get("leaky").sha256 == found[-1]
+        forget()
+    assert len({*found}) == 2 and found[1] == plugins._sha256(package / "__init__.py")
+
+
 def test_digest_of_a_package_is_that_of_every_system(folder, monkeypatch):
     """The folders of a name are divided by /, as no system but Windows does by itself, and A is before a."""
     files = {
@@ -251,9 +270,26 @@ def test_what_a_plug_in_has_registered_before_it_fails_is_forgotten(folder):
         with pytest.raises(InputError, match="NameError: name 'raise_me' is not defined"):
             plugins.load(["mine.py"])
     assert "module:leaky" not in TYPES and not zoo.taken("leaky") and "majority" not in TASKS
+    assert [by for by, _ in plugins.REGISTERED if by == str(folder / "mine.py")] == []
     (folder / "mine.py").write_text(FILES["leaky.py"] + FILES["majority.py"], "utf-8")
     plugins.load(["mine.py"])
     assert zoo.taken("leaky") and "majority" in TASKS and zoo.taken("theirs")
+
+
+def test_what_another_file_has_registered_before_it_fails_is_forgotten(folder, monkeypatch):
+    """It is executed again; one that has ended without an error is not, and what it has registered stays."""
+    monkeypatch.syspath_prepend(folder)
+    (folder / "mine.py").write_text("import whole, half\n", "utf-8")
+    (folder / "whole.py").write_text(FILES["fading.py"], "utf-8")
+    (folder / "half.py").write_text(FILES["leaky.py"] + "\nraise_me()\n", "utf-8")
+    with patch.dict(sys.modules):
+        for _ in range(2):
+            with pytest.raises(InputError, match="NameError: name 'raise_me' is not defined"):
+                plugins.load(["mine.py"])
+        assert not zoo.taken("leaky") and zoo.taken("fading-delta")
+        (folder / "half.py").write_text(FILES["leaky.py"], "utf-8")
+        plugins.load(["mine.py"])
+    assert zoo.taken("leaky") and zoo.taken("fading-delta")
 
 
 def test_interrupted_plug_in_is_loaded_again(folder):

@@ -90,17 +90,20 @@ def _load(name: str, source: str) -> str:
     require(os.pathsep not in place, f"plug-in {place!r} has {os.pathsep!r}, which divides {VARIABLE}; expected none")
     if place in LOADED:
         return place
-    plugin, registered = Plugin(Path(name).name, _sha256(path)), len(REGISTERED)
+    package = Path(getattr(sys.modules.get(place.partition(".")[0]), "__file__", None) or path)  # of a submodule
+    plugin, registered = Plugin(Path(name).name, _sha256(package)), len(REGISTERED)
     LOADED[place] = plugin
     _LOADING.append(plugin)
     try:
         _execute(place, path)
-        if registered == len(REGISTERED) and {*map(str, _files(path))}.isdisjoint(dict(REGISTERED)):
+        if registered == len(REGISTERED) and {*map(str, _files(package))}.isdisjoint(dict(REGISTERED)):
             raise InputError("it registers nothing; expected a call of register_mixer, register_model or register_task")
     except BaseException as error:
         del LOADED[place]
-        for table, row in (row for by, rows in REGISTERED[registered:] if by == str(path) for row in rows):
-            table.pop(row, None)  # the file is executed again
+        imported = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+        for table, row in (row for by, rows in REGISTERED[registered:] if by not in imported for row in rows):
+            table.pop(row, None)  # its file is executed again
+        REGISTERED[registered:] = [each for each in REGISTERED[registered:] if each[0] in imported]
         if isinstance(error, Exception | SystemExit):
             raise InputError(f"plug-in {name!r} ({source}) cannot be loaded: {_reason(error, path)}") from error
         raise
@@ -121,18 +124,16 @@ def _sha256(path: Path) -> str:
 
 def _locate(name: str, source: str) -> tuple[str, Path]:
     """Returns (the key in LOADED, the file) of a plug-in."""
-    path = Path(name)
+    path, called = Path(name), f"plug-in {name!r} ({source})"
     if path.suffix == ".py" or path.name != name or path.is_file():
-        called = f"plug-in {name!r} ({source})"
         require(path.is_file(), f"{called} does not exist; expected a Python file or a module")
         require(path.suffix == ".py", f"{called} is no Python file; expected a name that ends in .py")
         return str(path.resolve()), path.resolve()
     try:
-        found = find_spec(name)
+        found: Any = find_spec(name)
     except Exception as error:  # of the package that the module is in
-        raise InputError(f"plug-in {name!r} ({source}) cannot be loaded: {_reason(error, path)}") from error
-    if found is None or not found.has_location:
-        raise InputError(f"plug-in {name!r} ({source}) is no module that Python finds; expected one, or a Python file")
+        raise InputError(f"{called} cannot be loaded: {_reason(error, path)}") from error
+    require(found and found.has_location, f"{called} is no module that Python finds; expected one, or a Python file")
     return name, Path(str(found.origin))
 
 
@@ -142,8 +143,7 @@ def _execute(place: str, path: Path) -> None:
         return
     name = FILE + path.stem
     require(name not in sys.modules, f"another plug-in is called {path.name} too; expected different names")
-    spec = spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    spec: Any = spec_from_file_location(name, path)
     sys.modules[name] = module = module_from_spec(spec)  # from where tasks are unpickled
     try:
         spec.loader.exec_module(module)
