@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from headrace import load
@@ -137,11 +138,37 @@ def test_error_of_a_token_ends_its_stream_alone(model, broken):
     if broken == "text":
         failed.stream.text.tokenizer = None
     else:
-        failed.stream.draw = lambda logits: draw(logits * (torch.nan if next(drawn) == 3 else 1))
+        failed.stream.draw = lambda out, logits: draw(out, logits * (torch.nan if next(drawn) == 3 else 1))
     one.submit(failed.stream, fine.stream)
     one.submit(alone.stream)
     assert isinstance(failed.ended().pieces[-1], (RuntimeError, AttributeError))
     assert fine.ended().text == alone.ended().text and fine.pieces[-1].tokens == 6
+
+
+class Waits(TorchDispatchMode):
+    """Counts the numbers that Python asks of tensors one by one, for each of which a GPU would be waited for."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.count += operator._opname in ("item", "_local_scalar_dense")
+        return operator(*args, **kwargs or {})
+
+
+def test_drawn_tokens_are_not_waited_for_one_by_one(model, monkeypatch):
+    choose, found = Engine._choose, []
+
+    def counted(self, batch, logits):
+        with Waits() as waits:
+            choose(self, batch, logits)
+        found.append(waits.count)
+
+    monkeypatch.setattr(Engine, "_choose", counted)
+    one, settings = Engine(model, byte_level()), {"temperature": 1, "top_p": 0.9, "repetition_penalty": 1.1}
+    clients = [Client(model, [n], 4, seed=n, **settings) for n in (1, 2, 3)]
+    one.submit(*(client.stream for client in clients))
+    assert all(client.ended().pieces[-1].tokens == 4 for client in clients)
+    assert found == [0] * 4
 
 
 @pytest.mark.parametrize("logit", [torch.nan, torch.inf])

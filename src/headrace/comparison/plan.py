@@ -230,9 +230,7 @@ def answers(spec, task: Task) -> bool:
     """Whether a model of the spec can train on the task."""
     if isinstance(spec, BertSpec):
         return isinstance(task, Masked | Digits)
-    if isinstance(task, Masked):
-        return False
-    return isinstance(task, Sequences) or not isinstance(spec, ModelSpec)
+    return not isinstance(task, Masked) and (isinstance(task, Sequences) or not isinstance(spec, ModelSpec))
 
 
 # --- widths ----------------------------------------------------------------------------------------------------------

@@ -354,7 +354,12 @@ class Engine:
         probabilities that are not numbers, ends its stream alone. logits: [streams, vocabulary]."""
         left: list[int] = []  # rows of the streams that go on
         largest, tokens = logits.max(-1)  # a NaN is the largest
-        batch.tokens = torch.where(largest.isfinite(), tokens, NONE).tolist()
+        finite = largest.isfinite()
+        for row, stream in enumerate(batch.streams):
+            if stream.draw is not None:
+                own = logits[row : row + 1].where(finite[row], 0).float()  # no numbers would break CUDA's context
+                self._guarded(partial(stream.draw, tokens[row : row + 1]), own, [stream])
+        batch.tokens = tokens.where(finite, NONE).tolist()  # waits for a GPU, once for all streams
         for row, stream in enumerate(batch.streams):
             self._guarded(partial(self._choose_one, batch, logits, left), row, [stream])
         batch.keep(left)
@@ -362,11 +367,11 @@ class Engine:
     def _choose_one(self, batch: Batch, logits: Tensor, left: list[int], row: int) -> None:
         """The states after a text that ends, which do not cover its last token, are kept."""
         stream, own = batch.streams[row], logits[row : row + 1]
+        if stream.gone.is_set():  # as after a draw that has failed
+            return
         if stream.sampling.max_tokens:
-            if batch.tokens[row] == NONE:  # whose draw would break CUDA's context
+            if batch.tokens[row] == NONE:
                 raise RuntimeError(NO_NUMBERS)
-            if stream.draw is not None:
-                batch.tokens[row] = stream.draw(own.float())
             stream.score(own, batch.tokens[row : row + 1])
         if stream.add(batch.tokens[row], self.ends):
             left.append(row)

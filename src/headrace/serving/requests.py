@@ -179,5 +179,4 @@ class Chat(Generation):
 
     def part(self, text: str, first: bool) -> dict[str, Any]:
         """A choice's text in an answer, or a piece of it in a stream, whose first piece names the role."""
-        role = {"role": "assistant"} if first else {}
-        return {"delta" if self.stream else "message": role | {"content": text}}
+        return {"delta" if self.stream else "message": ({"role": "assistant"} if first else {}) | {"content": text}}

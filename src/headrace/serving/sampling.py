@@ -90,12 +90,12 @@ class Draw:
         else:
             self.generator.manual_seed(sampling.seed)
 
-    def __call__(self, scores: Tensor) -> int:
-        """scores: logits [1, vocabulary]."""
+    def __call__(self, out: Tensor, scores: Tensor) -> None:
+        """Writes the token to out [1], for which nothing waits. scores: logits [1, vocabulary]."""
         for each in self.processors:
             scores = each(self.tokens, scores)
         token = scores.argmax(-1, keepdim=True)
         if self.sampled:
             token = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
         self.tokens = torch.cat([self.tokens, token], 1)
-        return int(token)
+        out.copy_(token[0])

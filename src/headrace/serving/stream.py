@@ -42,7 +42,7 @@ class Stream:
         self.unread = ids[1:] if self.scores_prompt else []  # tokens of the prompt without a score
         self.scores = [Score(ids[0])] if self.scores_prompt else []
         likeliest = not sampling.temperature and sampling.repetition_penalty in (None, 1)
-        self.draw = None if likeliest else Draw(sampling, device, ids)
+        self.draw = None if likeliest or not sampling.max_tokens else Draw(sampling, device, ids)
         self.gone = threading.Event()  # set if the client has disconnected
 
     @cached_property

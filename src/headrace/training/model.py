@@ -180,9 +180,7 @@ class _RealIntegers(TorchDispatchMode):
             return function(*tree_map(_to_meta, args), **tree_map(_to_meta, kwargs))
         if kwargs.get("device") == torch.device("meta"):
             on_meta = function(*tree_map(_to_meta, args), **kwargs)
-            if not on_meta.is_floating_point():
-                return function(*args, **kwargs | {"device": "cpu"})
-            return on_meta
+            return on_meta if on_meta.is_floating_point() else function(*args, **kwargs | {"device": "cpu"})
         return function(*args, **kwargs)
 
 
