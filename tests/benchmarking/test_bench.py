@@ -325,6 +325,12 @@ def test_a_checkpoint_is_measured_at_its_own_sizes(tmp_path):
     assert sizes == {("gla", 1, 64), ("softmax-gla", 1, 64), (folder, 2, 32)}
 
 
+def test_a_folder_that_has_changed_is_read_again(tmp_path):
+    for hidden_size in (32, 64):
+        tiny.config("gla", hidden_size=hidden_size).save_pretrained(tmp_path)
+        assert build(str(tmp_path), SHAPE).config.hidden_size == hidden_size
+
+
 def test_a_folder_with_the_name_of_a_mixer_is_no_checkpoint(saved_model, tmp_path, monkeypatch):
     shutil.copytree(saved_model, tmp_path / "gla")
     monkeypatch.chdir(tmp_path)

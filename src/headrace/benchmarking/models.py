@@ -22,6 +22,7 @@ from ..spec.linear import MixerSpec
 from ..utils.errors import InputError
 
 LONGEST = 2**20  # tokens
+config_once = lru_cache(read_config)  # of the Hub or a GGUF file, for which it takes seconds; a folder may change
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,14 @@ PEERS: dict[str, Callable[[Shape], nn.Module]] = {
 }
 
 
-@lru_cache
 def checkpoint_config(name: str) -> HeadraceConfig | None:
     """The config of a checkpoint by its folder or its name on the Hub; None for a model of PEERS and for a mixer, whose
     name a folder may have too."""
     if name in PEERS or name in zoo.names():
         return None
-    return read_config(name) if "/" in name or Path(name).exists() else None
+    if Path(name).is_dir():
+        return read_config(name)
+    return config_once(name) if "/" in name or Path(name).exists() else None
 
 
 def build(name: str, shape: Shape) -> nn.Module:
