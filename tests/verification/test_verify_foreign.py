@@ -59,6 +59,14 @@ def test_a_right_layer_keeps_every_law_that_it_offers():
     assert verdicts["state dtype"].note == "state in float32"
 
 
+def test_laws_that_need_float64_are_not_offered_where_a_device_has_none(monkeypatch):
+    """As on Apple's GPUs, for which this processor stands."""
+    laws = ["causal", "gradients = float64", "gradients = differences"]
+    monkeypatch.setattr("headrace.verification.foreign.check.WITHOUT_FLOAT64", ["cpu"])
+    found = [(v.verdict, v.note) for v in foreign.verify(faulty_layers.adapter, laws)]
+    assert found == [("holds", ""), *[("not offered", "no float64")] * 2]
+
+
 @pytest.mark.parametrize("mixer", ["softmax-gla", "softmax-gated-deltanet"])
 def test_our_layers_keep_every_law(mixer):
     verdicts = list(foreign.verify(partial(ours, mixer)))

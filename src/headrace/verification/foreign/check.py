@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...utils.device import WITHOUT_FLOAT64
 from ...utils.errors import InputError, reading, require
 from ..errors import TOLERANCE, relative
 from . import laws
@@ -17,7 +18,7 @@ from .adapters import NotOfferedError
 
 class Law(NamedTuple):
     check: Callable
-    needs: tuple[str, ...] = ()  # arguments of the adapter's forward, or other parts of the adapter
+    needs: tuple[str, ...] = ()  # arguments of the adapter's forward, other parts of it, or float64 of the device
     scale: float = 1.0  # its tolerance, in tolerances of the dtype
 
 
@@ -47,8 +48,8 @@ LAWS = {
     "batch size": Law(laws.batch_size),
     "NaN in a row": Law(laws.nan_in_row, ("embed",)),
     "NaN in padding": Law(laws.nan_in_padding, ("embed", "mask")),
-    "gradients = float64": Law(laws.gradients, (), 10),
-    "gradients = differences": Law(laws.differences),
+    "gradients = float64": Law(laws.gradients, ("float64",), 10),
+    "gradients = differences": Law(laws.differences, ("float64",)),
     "state dtype": Law(laws.state_dtype, ("state",)),
     "compile = eager": Law(laws.compiled),
     "saved = loaded": Law(laws.saved),
@@ -95,7 +96,7 @@ def verify(
         raise InputError(f"--laws={unknown[0]!r}; expected some of {', '.join(LAWS)}")
     require(dtype in TOLERANCE, f"dtype={dtype}; expected one of {', '.join(map(str, TOLERANCE))}")
 
-    offers = offered(adapter)
+    offers = offered(adapter) | ({"float64"} if torch.device(device).type not in WITHOUT_FLOAT64 else set())
     subject = laws.prepared(adapter, seed, device, dtype)
     tolerance = tolerated(subject, dtype, seed)
     for name in names:
@@ -115,7 +116,7 @@ def tolerated(subject: SimpleNamespace, dtype: torch.dtype, seed: int) -> float:
         try:
             x = x.double() if x.is_floating_point() else x
             exact = subject.forward(laws.in_dtype(subject, torch.float64), x)[0]
-        except Exception:  # no float64 there: the law about gradients says so
+        except Exception:  # no float64 there: the laws about gradients say so
             return TOLERANCE[dtype]
     return max(TOLERANCE[dtype], min(20 * relative(y, exact), 1e-3)) if dtype != torch.float64 else TOLERANCE[dtype]
 
@@ -137,8 +138,7 @@ def offered(adapter: Callable[[], dict[str, Any]]) -> set[str]:
     if missing := [part for part in ("module", "forward") if part not in parts]:
         raise InputError(f"the adapter has no {missing[0]!r}; {expected}")
     require(parts.keys() & {"vocabulary", "width"}, f"the adapter has no 'vocabulary' and no 'width'; {expected}")
-    arguments = inspect.signature(parts["forward"]).parameters
-    return {*parts, *arguments, *(["embed"] if "width" in parts else [])}
+    return {*parts, *inspect.signature(parts["forward"]).parameters, *(["embed"] if "width" in parts else [])}
 
 
 def verdict(name: str, subject: SimpleNamespace, tolerance: float, seed: int) -> Verdict:
