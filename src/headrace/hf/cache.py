@@ -247,7 +247,8 @@ class HeadraceCache(Cache):
     def _select(self, name: str, indices: Any) -> None:
         with reading(f"{name} is no index of the sequences of a cache"):
             rows = torch.as_tensor(indices).reshape(-1)
-            rows = torch.arange(max(self.batch_size, 0), device=rows.device)[rows if self.batch_size >= 0 else rows[:0]]
+            rows = rows if self.batch_size >= 0 else rows[:0]  # nothing is selected of an empty cache
+            rows = torch.arange(max(self.batch_size, 0), device=rows.device)[rows]
         on_device = cache(rows.to)  # copied once
         self._change(lambda x: x.index_select(0, on_device(x.device)))
 

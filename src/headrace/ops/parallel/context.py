@@ -27,9 +27,7 @@ from ..derivatives import first_order
 NAME = "linear_attention under context_parallel"
 # The last is the present one. Not a ContextVar: autograd computes checkpoints again in threads of its own.
 _active: list["SequenceShard | None"] = []
-_computed: WeakKeyDictionary[Any, "SequenceShard | None"] = (
-    WeakKeyDictionary()
-)  # the context of a module's last forward
+_computed = WeakKeyDictionary[Any, "SequenceShard | None"]()  # the context of a module's last forward
 
 
 @contextmanager
