@@ -228,6 +228,11 @@ def test_mixers_of_all_kinds_take_a_layer_over(name, norm):
         ("fox", "gla", None, "^layer 0 has forget=True, which no linear mixer has"),
         ("gqa(rope.dims=4)", "xpos-retnet", None, "^mixer='xpos-retnet' cannot take over layer 0: decay.kind"),
         ("gqa(rotary=false)", "xpos-retnet", None, "^mixer='xpos-retnet' cannot take over layer 0: decay.kind"),
+        ("gqa(rotary=false)", "gla(inputs.rotary=true)", None, "inputs.rotary=True, and the layer has False"),
+        ("gqa(rotary=false)", zoo.get("hedgehog(inputs.rotary=true, rope.theta=5)"), None, "theta=5.0, and .* None"),
+        ("transformer", "hedgehog(qk_norm=head)", None, "qk_norm=head, and the layer has none; expected the same"),
+        ("transformer", "gla(heads.key_dim=5)", None, "heads.key_dim=5, and the layer has 8; expected the same"),
+        ("gqa(gate=channel)", "gla(read.gate=silu)", None, "read.gate=silu, and the layer has sigmoid"),
     ],
 )
 def test_what_cannot_be_taken_over_is_named(attention, name, layers, sentence):
@@ -241,7 +246,6 @@ def test_what_cannot_be_taken_over_is_named(attention, name, layers, sentence):
         ("transformer", "heads.count=2", "heads.count=2, and the layer has 4"),
         ("gqa(rope.theta=500)", "rope.theta=10000", "rope.theta=10000.0, and the layer has 500.0"),
         ("transformer", "rope.theta=500", "rope.theta=500.0, and the layer has 10000.0"),
-        ("gqa(rotary=false)", "rope.theta=500", "rope.theta=500.0, and the layer has None"),
     ],
 )
 def test_a_setting_that_is_not_the_layers_is_refused(attention, setting, sentence):

@@ -9,6 +9,7 @@ computes something else than the old one, until `training.transfer` has trained 
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import fields, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -46,8 +47,8 @@ def linearize(model: HeadraceForCausalLM, mixer: str | MixerSpec, layers: Iterab
 
     Raises:
         InputError: an index names no attention layer, the mixer is not linear, it and a layer cannot be
-            combined, it sets heads.count or rope.theta to another value than that of a layer, or the model is quantized
-            or has adapters.
+            combined, it sets a field such as heads.count to another value than that of a layer, or the model is
+            quantized or has adapters.
     """
     return deepcopy(with_linear_layers(model, mixer, layers))
 
@@ -85,8 +86,8 @@ def linear_config(config: HeadraceConfig, mixer: str | MixerSpec, chosen: list[i
             raise InputError(f"layer {i} is no layer of softmax attention; expected one of {known}")
         _check_form(stack[i].mixer, i)
         try:
-            _refuse_other_values(mixer, spec, stack[i].mixer, config)
             new = _taken_over(spec, stack[i].mixer, config)
+            _refuse_other_values(mixer, spec, new, config)
             new.head_dims(config.hidden_size, config.num_heads)
         except InputError as error:
             raise InputError(f"mixer={shown(mixer)} cannot take over layer {i}: {error}") from None
@@ -134,16 +135,15 @@ def _check_form(old: AttentionSpec, i: int) -> None:
             raise InputError(f"layer {i} has {name}={value!r}, which no linear mixer has; expected it among --keep")
 
 
-def _refuse_other_values(mixer: str | MixerSpec, spec: MixerSpec, old: AttentionSpec, config: HeadraceConfig) -> None:
-    """Raises InputError for a value that the mixer sets, and in place of which the new layer would have the old one's.
-    What a name of the zoo stands for is not set."""
-    theta = (old.rope.theta or config.rope_theta) if old.rotary else None
-    has = {"heads.count": old.num_heads(config.hidden_size, config.num_heads), "rope.theta": theta}
-    named = expression(mixer, "mixer")[1] if isinstance(mixer, str) else has
-    for name in has.keys() & named:
-        part, _, field = name.partition(".")
-        value = getattr(getattr(spec, part, None), field, None)
-        require(value in (None, has[name]), f"{name}={value}, and the layer has {has[name]}; expected the same")
+def _refuse_other_values(mixer: str | MixerSpec, spec: MixerSpec, new: MixerSpec, config: HeadraceConfig) -> None:
+    """Raises InputError for a value that the mixer sets and the new layer, which has those of the old one, does not
+    have. What a name of the zoo stands for is not set."""
+    for name in expression(mixer, "mixer")[1] if isinstance(mixer, str) else ("heads.count", "rope.theta"):
+        both: list[Any] = [spec, new]
+        value, has = (reduce(lambda x, part: getattr(x, part, None), name.split("."), one) for one in both)
+        if name == "rope.theta":
+            has = (has or config.rope_theta) if new.inputs.rotary else None
+        require(value in (None, has), f"{name}={value}, and the layer has {has}; expected the same")
 
 
 def _taken_over(spec: MixerSpec, old: AttentionSpec, config: HeadraceConfig) -> MixerSpec:
