@@ -192,5 +192,5 @@ def bars(values: dict[str, list[float]], groups: list[str], unit: str, of: str =
         ax.set_xticks(range(len(groups)), groups)
         ax.set(xlabel=of, ylabel=unit)
         ax.grid(axis="x", visible=False)
-        ax.legend()
+        figure.legend(loc="outside upper center", ncols=len(values))
     return figure
