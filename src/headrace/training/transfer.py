@@ -98,21 +98,27 @@ class Imitation(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """input_ids [B, T] -> the relative squared error of each layer, [layers]. Of several processes, whose rows
-        differ, the mean is that of all rows."""
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
-        kind = input_ids.device.type
+        differ, the mean is that of all rows. A layer's gradients are computed when the old layer has its output, so
+        that no more than one layer's activations are in memory."""
+        found: dict[str, Tensor] = {}
+        kind, trains = input_ids.device.type, torch.is_grad_enabled()
 
         def note(name: str, module: nn.Module, given: Any, out: Any) -> None:
-            seen[name] = given[0].detach(), out[0].detach()
+            layer, error = self.layers[name], partial(self.error, self.layers[name], given[0], out[0])
+            weights = [p for p in layer.parameters() if p.requires_grad] if trains else []
+            with torch.set_grad_enabled(trains):
+                found[name] = _AtOnce.apply(error, *weights) if weights else error()
 
         with ExitStack() as hooks:
             for name in self.layers:
                 hooks.enter_context(self.old[int(name)].register_forward_hook(partial(note, name)))
             with torch.no_grad(), torch.autocast(kind, enabled=torch.is_autocast_enabled(kind), cache_enabled=False):
                 self.model[0].model(input_ids, use_cache=False)
-        wrong = torch.stack([_square(layer(seen[name][0])[0] - seen[name][1]) for name, layer in self.layers.items()])
-        whole = self.processes.sum(torch.stack([_square(seen[name][1]) for name in self.layers]))
-        return wrong * self.processes.count / whole
+        return torch.stack([found[name] for name in self.layers])
+
+    def error(self, layer: nn.Module, x: Tensor, expected: Tensor) -> Tensor:
+        whole = self.processes.sum(_square(expected))
+        return _square(layer(x)[0] - expected) * self.processes.count / whole
 
     def finish(self) -> None:
         """Makes the layers those of an ordinary model again, all of whose weights can train."""
@@ -121,6 +127,22 @@ class Imitation(nn.Module):
             for kind in [*getattr(in_proj, "parametrizations", ())]:
                 parametrize.remove_parametrizations(in_proj, kind)
             layer.requires_grad_(True)
+
+
+class _AtOnce(torch.autograd.Function):
+    """A number and its gradients of weights, which alone are kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[[], Tensor], *weights: Tensor) -> Tensor:
+        with torch.enable_grad():
+            result = function()
+        with torch.autocast(result.device.type, enabled=False):
+            ctx.save_for_backward(*torch.autograd.grad(result, weights, allow_unused=True))
+        return result.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return None, *(None if x is None else x * gradient for x in ctx.saved_tensors)
 
 
 def _square(x: Tensor) -> Tensor:
