@@ -34,7 +34,7 @@ Removed = dict[str, dict[str, float]]
 SOURCE = "_name_or_path", "architectures", "transformers_version", "converted_from"  # fields of where a model is from
 CONTEXTS = 2048, 8192, 32768  # tokens at which states are counted
 WEIGHT = 4  # bytes per weight of the new layers
-AT_WORK = 1.5  # measured: 1.4 to 1.7 with 256 and 512 tokens, 2.3 with 64
+AT_WORK = 1.5  # measured: 1.4 to 1.7 with rows of 256 and 512 tokens, 2.3 with rows of 64
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ def costs(config: HeadraceConfig, mixer: str, changed: list[int], settings: Tran
 
     P parameters of the old model, N of the new layers, some of which train. The old model computes 2 P FLOPs per token,
     less those of experts that are not chosen; a new layer has a backward, which is twice its forward: 6 N. Products of
-    activations are not counted. One layer is in memory at a time; its backward takes AT_WORK of what its forward kept.
+    activations are not counted. One layer is in memory at a time; its backward takes AT_WORK times what it keeps.
     """
     with torch.device("meta"):
         old, new = (HeadraceForCausalLM(each).eval() for each in (config, linear_config(config, mixer, changed)))
