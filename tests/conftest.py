@@ -185,6 +185,30 @@ def run_command(capsys, monkeypatch):
     return run
 
 
+@pytest.fixture
+def succeeds(run_command):
+    """Runs `headrace WORDS`, which must end with code 0, and returns its Result."""
+
+    def run(*words):
+        result = run_command(*words)
+        assert result.code == 0, result.err
+        return result
+
+    return run
+
+
+@pytest.fixture
+def refusal(run_command):
+    """Runs `headrace WORDS`, which must be refused, and returns what it says on standard error."""
+
+    def run(*words):
+        result = run_command(*words)
+        assert result.code == 2, result
+        return result.err
+
+    return run
+
+
 @pytest.fixture(params=["torch", "batched", "native"])
 def backend(request, monkeypatch):
     """The name of a backend: "torch" twice, as on a CPU and as on a GPU."""

@@ -158,41 +158,15 @@ def linear(layer, x):
     return layer.o_proj(out.flatten(-2))
 
 
-def simple_gla(layer, x):
-    log_decay = F.logsigmoid(F.linear(x, layer.part("decay")) + layer.decay.bias) / 16
-    out, _ = load("fla:simple_gla/naive:naive_recurrent_simple_gla")(*heads(layer, x), log_decay)
-    return gated_norm(layer, out, x)
-
-
-def hgrn2(layer, x):
-    q, v, decay = heads(layer, x, ("q", "v", "decay"))
-    log_decay = F.logsigmoid(decay)
-    out, _ = load("fla:gla/naive:naive_recurrent_gla")(F.silu(q), 1 - log_decay.exp(), v, log_decay)
-    norm = LlamaRMSNorm(D, eps=layer.norm_eps)
-    norm.weight = layer.norm_weight
-    return layer.o_proj(norm(out.flatten(-2)))
-
-
 def based(layer, x):
     q, k, v = (y.transpose(1, 2) for y in heads(layer, x))
     return layer.o_proj(load("fla:based/naive:naive_parallel_based")(q, k, v).transpose(1, 2).flatten(-2))
 
 
-def rwkv5(layer, x):
-    """RWKV-6's recurrence, with the same decay for every token, and inputs mixed by a weight per channel."""
-    before, parts = F.pad(x, (0, 0, 1, -1)), {}
-    for name, mu in zip(layer.shift.STREAMS, layer.shift.offset, strict=True):
-        (parts[name],) = heads(layer, torch.lerp(x, before, mu), [name])
-    q, k, v = (parts[name].transpose(1, 2) for name in "qkv")
-    log_decay = -layer.decay.bias.exp().view(H, 1, -1).expand_as(k)
-    out, _ = load("fla:rwkv6/recurrent_naive:naive_recurrent_rwkv6")(q, k, v, log_decay, layer.bonus, scale=1.0)
-    out = F.group_norm(out.transpose(1, 2).reshape(-1, D), H, layer.norm_weight, layer.norm_bias, 64e-5)
-    return layer.o_proj(out.view_as(x) * F.silu(parts["gate"].flatten(-2)))
-
-
+# HGRN2, RWKV-5 and simple GLA have recurrences that test_foreign.py compares as those of the op, and are compared as
+# layers with their equations in tests/layers/test_gated_forms.py.
 COMPOSED = {
-    "retnet": retnet, "gla": gla, "deltanet": deltanet, "linear-attention": linear,
-    "simple-gla": simple_gla, "hgrn2": hgrn2, "based": based, "rwkv5": rwkv5,
+    "retnet": retnet, "gla": gla, "deltanet": deltanet, "linear-attention": linear, "based": based,
     "delta-fast-weights(inputs.feature_map=dpfp-2)": fast_weights,
     "gated-deltaproduct(write.steps=3)": gated_deltaproduct, "comba": comba, "gated-deltanet-2": gated_deltanet_2,
 }  # fmt: skip

@@ -5,7 +5,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import delta, hybrid, recurrent
 from headrace.data.tokenizer import byte_level
-from tiny import perturbed
+from tiny import perturbed, saved
 
 FAMILIES = recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
 # Between them: experts, dense MLPs, gated and latent attention, norms of the branches' outputs, tied weights, no MLP.
@@ -25,6 +25,4 @@ def release(kind, folder, **changes):
     tokenizer = byte_level()
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     config = CONFIG_MAPPING[kind](**FAMILIES[kind].base | HYBRIDS.get(kind, {}) | tokens | changes)
-    perturbed(AutoModelForCausalLM.from_config(config)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return saved(perturbed(AutoModelForCausalLM.from_config(config)), folder, tokenizer)

@@ -13,7 +13,6 @@ import groups
 import tiny
 from groups import wait_for
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM
 from headrace.serving import Limits, application, settings
 from headrace.serving.access import LOCAL
 from headrace.serving.sampling import Sampling
@@ -29,12 +28,9 @@ TEMPLATE = (
 
 
 def save(folder, vocab_size, template=None, mixer="softmax-gla", **changes):
-    model = tiny.trained(HeadraceForCausalLM(tiny.config(mixer, vocab_size=vocab_size, **changes)))
     tokenizer = byte_level()
     tokenizer.chat_template = template
-    model.float().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return tiny.saved(tiny.build(mixer, vocab_size=vocab_size, **changes).float(), folder, tokenizer)
 
 
 CLIENTS: list[openai.OpenAI] = []  # which are closed with the server

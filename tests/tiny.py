@@ -147,11 +147,11 @@ def build(mixer, **changes):
     return trained(HeadraceForCausalLM(config(mixer, **changes)))
 
 
-def saved(model, folder):
-    """Writes the model and a tokenizer of bytes, and returns the folder."""
+def saved(model, folder, tokenizer=None):
+    """Writes the model and its tokenizer, of bytes unless another is given, and returns the folder."""
     from headrace.data.tokenizer import byte_level
 
-    for part in (model, byte_level()):
+    for part in (model, tokenizer or byte_level()):
         part.save_pretrained(folder)
     return folder
 

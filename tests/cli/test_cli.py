@@ -228,14 +228,12 @@ def test_names_that_are_not_utf8_are_refused(run_command, monkeypatch, encoding,
     assert error.startswith("headrace: --save-state ")
 
 
-def test_what_is_misspelt_is_refused_before_slow_imports(run_command, monkeypatch):
+def test_what_is_misspelt_is_refused_before_slow_imports(refusal, monkeypatch):
     monkeypatch.setitem(sys.modules, "headrace.comparison.choose", None)  # whose import then raises
     monkeypatch.setitem(sys.modules, "headrace.benchmarking.measure", None)
-    code, _, error = run_command("compare", "--mixers", "softmx-retnet")
-    assert code == 2 and "'softmx-retnet' is unknown" in error
+    assert "'softmx-retnet' is unknown" in refusal("compare", "--mixers", "softmx-retnet")
     for name, value in (("what", "speed"), ("lengths", "0"), ("contexts", "8,8")):
-        code, _, error = run_command("bench", f"--{name}", value)
-        assert code == 2 and error.startswith(f"headrace: --{name}={value}")
+        assert refusal("bench", f"--{name}", value).startswith(f"headrace: --{name}={value}")
 
 
 def test_closed_streams(run_command, monkeypatch):
@@ -354,33 +352,33 @@ def test_ineffective_gates_are_warned_about_before_a_run(run_command, mixer):
     assert all(note.startswith(f"Note: {mixer}: {IDLE[mixer]}") for note in notes)
 
 
-def test_output_encoding_errors_are_one_sentence(run_command, saved_model, monkeypatch):
+def test_output_encoding_errors_are_one_sentence(refusal, saved_model, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))  # as with PYTHONIOENCODING=ascii
-    code, _, error = run_command("generate", saved_model, "--prompt", "é", "--max-new-tokens", 1, "--device", "cpu")
+    said = refusal("generate", saved_model, "--prompt", "é", "--max-new-tokens", 1, "--device", "cpu")
     sentence = "the output has '\\xe9', which ascii cannot write; set PYTHONIOENCODING=utf-8"
-    assert code == 2 and error.endswith(f"headrace: {sentence}\n")
+    assert said.endswith(f"headrace: {sentence}\n")
 
 
-def test_cuda_graph_needs_a_gpu(run_command, saved_model):
-    code, _, error = run_command("generate", saved_model, "--prompt", "a", "--cuda-graph", "--device", "cpu")
-    assert code == 2 and "--cuda-graph with --device='cpu'; expected a GPU" in error
+def test_cuda_graph_needs_a_gpu(refusal, saved_model):
+    said = refusal("generate", saved_model, "--prompt", "a", "--cuda-graph", "--device", "cpu")
+    assert "--cuda-graph with --device='cpu'; expected a GPU" in said
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_are_quantized_before_the_text(kind, run_command, saved_model):
+def test_weights_are_quantized_before_the_text(kind, succeeds, saved_model):
     words = ["--prompt", "a", "--max-new-tokens", 5, "--temperature", 0, "--threads", 1, "--device", "cpu", "--json"]
-    code, out, _ = run_command("generate", saved_model, *words, "--weights", kind)
+    made = json.loads(succeeds("generate", saved_model, *words, "--weights", kind).out)
     model, tokenizer = headrace.quantize(headrace.load(saved_model), kind), checkpoint.read_tokenizer(saved_model)
     ids = tokenizer("a").input_ids
     expected = model.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=5, pad_token_id=0)[0, len(ids) :]
-    assert code == 0 and json.loads(out)["tokens"] == expected.tolist()
+    assert made["tokens"] == expected.tolist()
     assert load_on(saved_model, "cpu", kind).lm_head.stored.dtype is getattr(torch, kind)
 
 
 @pytest.mark.parametrize("words", [("generate", "--prompt", "a"), ("serve", "--port", 0)], ids=lambda words: words[0])
-def test_unknown_weights_are_refused(words, run_command, saved_model):
-    code, _, error = run_command(words[0], saved_model, *words[1:], "--weights", "int4")
-    assert code == 2 and error.endswith("headrace: --weights='int4'; expected one of int8, bfloat16\n")
+def test_unknown_weights_are_refused(words, refusal, saved_model):
+    said = refusal(words[0], saved_model, *words[1:], "--weights", "int4")
+    assert said.endswith("headrace: --weights='int4'; expected one of int8, bfloat16\n")
 
 
 def test_weights_need_a_cpu(saved_model, monkeypatch):

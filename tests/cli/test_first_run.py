@@ -113,11 +113,10 @@ def files(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
-def test_run_prints_its_plan_and_the_next_command(ended, run_command, data):
+def test_run_prints_its_plan_and_the_next_command(ended, succeeds, data):
     words, folder = ended
     left = [word for word in words if not word.startswith(("length=", "vocab_size="))]
-    code, output, _ = run_command(*left)
-    assert code == 0
+    output = succeeds(*left).out
     rows = len(run.full_rows(data.train, 32))
     parameters = sum(p.numel() for p in build(recipe()[0]).parameters())
     assert f"softmax-gla: 2 layers of width 16, {parameters / 1e6:,.2f} M parameters" in output
@@ -130,15 +129,14 @@ def test_run_prints_its_plan_and_the_next_command(ended, run_command, data):
 
     # The same command once more.
     before = files(folder)
-    code, output, _ = run_command(*left)
-    assert code == 0 and output.startswith(f"{folder} is finished, and nothing is left to do; next: headrace generate")
+    output = succeeds(*left).out
+    assert output.startswith(f"{folder} is finished, and nothing is left to do; next: headrace generate")
     assert files(folder) == before
 
     # A model that is not whole is made again.
     weights = folder / "model" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
-    code, output, _ = run_command(*left)
-    assert code == 0 and "is the trained model" in output and load_file(weights)
+    assert "is the trained model" in succeeds(*left).out and load_file(weights)
 
 
 def test_rows_longer_than_a_prompt_piece_are_trained(tmp_path):
@@ -181,14 +179,13 @@ def test_missing_weights_of_a_checkpoint_are_named(tmp_path):
 # --- the dry run -----------------------------------------------------------------------------------------------------
 
 
-def test_dry_run_checks_the_data(prepared, run_command):
-    code, _, output = run_command("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
-    assert code == 2 and "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in output
-    code, _, output = run_command("train", "paper-80m", "--dry-run", "--data", prepared)
-    assert code == 2 and "prepare data with --length 4096, or set length=32" in output
+def test_dry_run_checks_the_data(prepared, succeeds, refusal):
+    said = refusal("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
+    assert "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in said
+    said = refusal("train", "paper-80m", "--dry-run", "--data", prepared)
+    assert "prepare data with --length 4096, or set length=32" in said
     settings = [f"{name}={value}" for name, value in TINY.items() if name not in ("length", "vocab_size")]
-    code, output, _ = run_command("train", "laptop-1m", *settings, "--json", "--data", prepared)
-    result = json.loads(output)
+    result = json.loads(succeeds("train", "laptop-1m", *settings, "--json", "--data", prepared).out)
     assert (result["recipe"]["length"], result["recipe"]["vocab_size"]) == (32, 257)
     here = result["here"]
     assert here["seconds"] == pytest.approx(result["flops"] / (here["flops_per_second"] * REACHED))

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import fresh
 import tiny
 from headrace import load
-from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
 from headrace.utils.integrity import CHECKSUMS
 
@@ -55,10 +54,7 @@ def test_unsaved_model_decodes_with_the_cache():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path, tokenizer = tmp_path_factory.mktemp("folder") / "model", byte_level()
-    tiny.build("softmax-gla", vocab_size=len(tokenizer)).float().save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    return tiny.saved(tiny.build("softmax-gla", vocab_size=257).float(), tmp_path_factory.mktemp("folder") / "model")
 
 
 def in_a_fresh_process(code, folder, cache, before):

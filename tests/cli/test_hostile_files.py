@@ -257,22 +257,21 @@ def test_control_characters_are_escaped_on_the_terminal(folders, tmp_path, run_c
 # --- what is removed or full -----------------------------------------------------------------------------------------
 
 
-def test_full_disk_while_saving_weights_is_one_sentence(folders, tmp_path, monkeypatch, run_command):
+def test_full_disk_while_saving_weights_is_one_sentence(folders, tmp_path, monkeypatch, refusal):
     def full(*arguments, **options):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(HeadraceForCausalLM, "save_pretrained", full)
-    code, _, error = run_command("convert", folders["llama"], "--output", tmp_path / "out")
+    said = refusal("convert", folders["llama"], "--output", tmp_path / "out")
     named = f"--output {str(tmp_path / 'out')!r}, or what is printed, cannot be written"
-    assert code == 2 and f"{named}: {os.strerror(errno.ENOSPC)}" in error
+    assert f"{named}: {os.strerror(errno.ENOSPC)}" in said
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self"), reason="no folder in which nobody can write")
-def test_a_state_that_cannot_be_written_is_one_sentence(saved_model, run_command):
-    options = ["--prompt", "a", "--max-new-tokens", "1", "--save-state", "/proc/new"]
-    code, _, error = run_command("generate", saved_model, *options)
-    assert code == 2 and f"--save-state '/proc/new' cannot be written: {os.strerror(errno.ENOENT)}" in error
+def test_a_state_that_cannot_be_written_is_one_sentence(saved_model, refusal):
+    said = refusal("generate", saved_model, "--prompt", "a", "--max-new-tokens", 1, "--save-state", "/proc/new")
+    assert f"--save-state '/proc/new' cannot be written: {os.strerror(errno.ENOENT)}" in said
 
 
 def test_removed_output_folder_is_one_sentence(tmp_path):

@@ -7,7 +7,6 @@ import shutil
 import pytest
 
 import tiny
-from headrace.data.tokenizer import byte_level
 from headrace.files import workers
 from trained import arguments
 
@@ -28,10 +27,8 @@ def home(tmp_path_factory, prepared):
         (folder / "bench [1]" / "lambada_openai.jsonl").write_text(lines, "utf-8-sig")
         (folder / "a [b].txt").write_text("".join(f"It was the year {i}. " for i in range(60)))
     shutil.copytree(prepared, home / "data [1]")
-    tiny.build("gla", vocab_size=257, max_position_embeddings=64).save_pretrained(home / "model [1]")
-    tiny.build("transformer", vocab_size=257).float().save_pretrained(home / "attention [1]")
-    for name in ("model [1]", "attention [1]"):
-        byte_level().save_pretrained(home / name)
+    tiny.saved(tiny.build("gla", vocab_size=257, max_position_embeddings=64), home / "model [1]")
+    tiny.saved(tiny.build("transformer", vocab_size=257).float(), home / "attention [1]")
     return home
 
 
@@ -54,14 +51,13 @@ def files_beside(home):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_commands_accept_paths_with_special_characters(name, home, run_command, monkeypatch):
+def test_commands_accept_paths_with_special_characters(name, home, succeeds, monkeypatch):
     """What it reads is named from within the folder, what it writes from the root."""
     monkeypatch.chdir(home)
     out = home / f"out [{name}]"
     words = [out if word == "OUT" else word for word in shlex.split(COMMANDS[name])]
     beside = files_beside(home)
-    code, _, error = run_command(*words)
-    assert code == 0, error
+    succeeds(*words)
     assert out.exists() == ("OUT" in COMMANDS[name])
     assert beside == files_beside(home)
     if name == "eval":
@@ -69,20 +65,19 @@ def test_commands_accept_paths_with_special_characters(name, home, run_command, 
         assert json.loads(result.read_text("utf-8"))["n-samples"]["lambada_openai"]["effective"] == 2
 
 
-def test_training_accepts_paths_with_special_characters(home, run_command, monkeypatch):
+def test_training_accepts_paths_with_special_characters(home, succeeds, refusal, monkeypatch):
     """Trained, resumed, and plotted, with the logs of TensorBoard."""
     monkeypatch.chdir(home)
     words = arguments(home / "data [1]", home / "run [1]", tokens=128 * 6)
     words[-1] = "tensorboard"
     for _ in range(2):
-        code, _, error = run_command(*words)
-        assert code == 0, error
+        succeeds(*words)
     assert list((home / "run [1]").rglob("events.out.tfevents*"))
-    code, _, error = run_command("curves", "run [1]", "--output", "curves [1].png")
-    assert code == 0 and (home / "curves [1].png").stat().st_size, error
+    succeeds("curves", "run [1]", "--output", "curves [1].png")
+    assert (home / "curves [1].png").stat().st_size
     (home / "folder.png").mkdir()
-    code, _, error = run_command("curves", "run [1]", "--output", "folder.png")
-    assert code == 2 and error == "headrace: --output 'folder.png' cannot be written: Is a directory\n"
+    said = refusal("curves", "run [1]", "--output", "folder.png")
+    assert said == "headrace: --output 'folder.png' cannot be written: Is a directory\n"
 
 
 LONG = 300 * "x"
@@ -94,11 +89,11 @@ LONG = 300 * "x"
      f"compare --output {LONG} {SMALL}", "generate MODEL --prompt a --max-new-tokens 1 --save-state loop/state"],
     ids=lambda words: words.split()[0],
 )  # fmt: skip
-def test_paths_that_no_file_can_have_are_one_sentence(words, home, run_command, monkeypatch):
+def test_paths_that_no_file_can_have_are_one_sentence(words, home, refusal, monkeypatch):
     monkeypatch.chdir(home)
     (home / "loop").unlink(missing_ok=True)
     (home / "loop").symlink_to("loop")
-    code, _, error = run_command(*("model [1]" if word == "MODEL" else word for word in shlex.split(words)))
-    last = error.splitlines()[-1]
+    said = refusal(*("model [1]" if word == "MODEL" else word for word in shlex.split(words)))
+    last = said.splitlines()[-1]
     ends = "too long for the name of a file", "name too long", "File exists"
-    assert code == 2 and last.startswith("headrace: ") and last.endswith(ends), error
+    assert last.startswith("headrace: ") and last.endswith(ends), said

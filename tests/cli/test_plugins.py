@@ -123,15 +123,14 @@ def test_loaded_model_computes_the_same_and_a_changed_file_is_said(folder):
     assert torch.equal(again(ids).logits, expected)
 
 
-def test_comparison_of_the_page(folder, run_command, monkeypatch):
+def test_comparison_of_the_page(folder, succeeds, monkeypatch):
     """Named by the environment, with a worker that has loaded none of the plug-ins."""
     comparison = next(words for words in COMMANDS if words.startswith("compare"))
     words = [word for word in comparison.split() if not word.endswith(".py")]
     words = [word for word in words if word != "--plugin"] + ["--hidden-size", "16", "--steps", "4"]
     words.remove("20"), words.remove("--steps")
     monkeypatch.setenv(VARIABLE, os.pathsep.join(FILES))
-    done = run_command(*words)
-    assert done.code == 0, done.err
+    succeeds(*words)
     report = (folder / "majority" / "report.html").read_text("utf-8")
     assert "Whether most tokens so far are ones." in report and "Uniform guesses score 50.0 %." in report
     assert re.search(r"input  ( [01]){16}\nanswer ( [01]){16}", report)
@@ -148,14 +147,14 @@ def test_all_processes_of_a_run_know_plug_ins(folder, prepared):
     assert (mixer["type"], mixer["plugin"], len(mixer["sha256"])) == ("module:leaky", "leaky.py", 64)
 
 
-def test_results_of_a_changed_plug_in_are_continued_with_a_warning(folder, run_command):
+def test_results_of_a_changed_plug_in_are_continued_with_a_warning(folder, succeeds):
     words = ("bench", "--plugin", "leaky.py", "--mixers", "gla", "--what", "prefill", *BENCH, "--output", "out")
-    assert run_command(*words).code == 0
+    succeeds(*words)
     forget()
     (folder / "leaky.py").write_text(FILES["leaky.py"] + "\n", "utf-8")
     versions = r"made by plugin leaky.py sha256 \w{12}; now runs plugin leaky.py sha256 \w{12}, and the report"
     with pytest.warns(VersionWarning, match=versions):
-        assert run_command(*words).code == 0
+        succeeds(*words)
 
 
 def test_installed_plug_ins_load_by_their_entry_points(folder, run_command, monkeypatch):
@@ -311,8 +310,8 @@ def test_interrupted_plug_in_is_loaded_again(folder):
         "other/leaky.py": "another plug-in is called leaky.py too; expected different names",
     }.items(),
 )
-def test_missing_plug_in_is_one_sentence(folder, run_command, name, sentence):
+def test_missing_plug_in_is_one_sentence(folder, refusal, name, sentence):
     (folder / "other").mkdir()
     shutil.copy(folder / "leaky.py", folder / "other")
-    code, _, error = run_command("verify", "--plugin", "leaky.py", "--plugin", name, "--mixers", "nothing")
-    assert code == 2 and error.startswith(f"headrace: plug-in {name!r} (--plugin)") and sentence in error
+    said = refusal("verify", "--plugin", "leaky.py", "--plugin", name, "--mixers", "nothing")
+    assert said.startswith(f"headrace: plug-in {name!r} (--plugin)") and sentence in said

@@ -20,13 +20,11 @@ def hybrid(tmp_path_factory):
 
 
 @pytest.fixture
-def generated(run_command):
+def generated(succeeds):
     """The new tokens of `headrace generate`, greedy."""
 
     def run(folder, count, *options):
-        code, out, error = run_command("generate", folder, "--max-new-tokens", count, *GREEDY, *options)
-        assert not code, error
-        return json.loads(out)["tokens"]
+        return json.loads(succeeds("generate", folder, "--max-new-tokens", count, *GREEDY, *options).out)["tokens"]
 
     return run
 

@@ -57,14 +57,14 @@ def test_a_row_has_the_machine_that_made_it():
     assert [row["processor"] for row in leaderboard.of_results(results)] == ["second", "second"]
 
 
-def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, folder, run_command):  # noqa: F811
+def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, folder, succeeds):  # noqa: F811
     today, board = leaderboard.definition(leaderboard.defined("tiny")["parity"]), Path("board.csv")
     others = [made("retnet", 0, 0.75, today, by_length={32: 0.75, 128: 0.5}), made("retnet", 0, 0.5, comparison="text")]
     runs.write(others, board, leaderboard.COLUMNS)
     newcomer = ["compare", "--suite", "tiny", "--workers", 1, "--plugin", "fading.py", "--mixers", "fading-delta"]
     newcomer += ["--board", board, "--output", "out"]
-    code, shown, _ = run_command(*newcomer)
-    assert not code and re.search(r"fading-delta: 10 models to train, about \d+ min with 1 worker", shown)
+    shown = succeeds(*newcomer).out
+    assert re.search(r"fading-delta: 10 models to train, about \d+ min with 1 worker", shown)
     rows = runs.read(Path("out", "leaderboard.csv"))
     assert [row["scores"]["accuracy"] for row in rows if row["mixer"] == "retnet"] == [0.75], "its text was another"
     own = [row for row in rows if row["mixer"] == "fading-delta"]
@@ -73,8 +73,7 @@ def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, fol
     assert re.search(r"retnet +│ 75.0 \(75.0–75.0\) 0/1 +│ +– ", shown), shown
     assert "At 4 times the training length" in shown and "guessing" in shown and "are left out: text" in shown
     assert {p.name for p in Path("out").iterdir()} == {"fading-delta", "leaderboard.csv", "leaderboard.html"}
-    again = run_command(*newcomer)
-    assert not again.code and "fading-delta: 0 models" in again.out, "finished rows are shown again"
+    assert "fading-delta: 0 models" in succeeds(*newcomer).out, "finished rows are shown again"
 
 
 def test_every_model_of_the_suite_has_as_many_parameters_as_the_transformers():
@@ -171,7 +170,6 @@ def test_what_the_rows_depend_on_is_not_changed_unnoticed():
         (("--suite", "small", "--mixers", "bert"), "cannot train on --task parity"),
     ],
 )
-def test_the_command_refuses_what_a_suite_cannot_have(words, sentence, monkeypatch, run_command, tmp_path):
+def test_the_command_refuses_what_a_suite_cannot_have(words, sentence, monkeypatch, refusal, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, _, said = run_command("compare", *words)
-    assert code == 2 and sentence in said and not list(tmp_path.iterdir())
+    assert sentence in refusal("compare", *words) and not list(tmp_path.iterdir())

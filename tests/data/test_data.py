@@ -196,8 +196,7 @@ def test_user_errors_are_refused(jsonl, tmp_path, monkeypatch, mistake):
 
 def test_the_tokenizer_of_our_model_is_read_without_a_warning(tmp_path):
     """Of transformers, about a config.json whose class is not imported."""
-    for part in (tiny.build("gla"), tokenizer.byte_level()):
-        part.save_pretrained(tmp_path)
+    tiny.saved(tiny.build("gla"), tmp_path)
     code = f"from headrace.data import tokenizer; print(len(tokenizer.load({str(tmp_path)!r})))"
     done = fresh.run(code, before=fresh.TRANSFORMERS)
     assert done.stdout == "257\n" and "model of type" not in done.stderr

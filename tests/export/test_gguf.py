@@ -28,8 +28,7 @@ TEXT = "The cat's 123 dogs — ünï?  sat\n on <|endoftext|> it"
 
 def saved(folder, mixer, tokenizer=None, **changes):
     model = tiny.build(mixer, **SIZES | changes).float()
-    for part in (model, tokenizer or byte_level()):
-        part.save_pretrained(folder)
+    tiny.saved(model, folder, tokenizer)
     return model
 
 

@@ -40,20 +40,16 @@ def with_first_token():
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A model of 94 tokens, the bytes that are letters on their own; greedily it repeats a token soon."""
-    folder = tmp_path_factory.mktemp("model")
-    tiny.trained(HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=94))).save_pretrained(folder)
-    byte_level().save_pretrained(folder)
-    return folder
+    return tiny.saved(tiny.build("softmax-gla", vocab_size=94), tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def generate(checkpoint, run_command):
+def generate(checkpoint, succeeds):
     """What the command prints on standard output and standard error."""
 
     def run(*options, folder=checkpoint):
-        code, out, error = run_command("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, *options)
-        assert not code, error
-        return out, error.splitlines()[-1]
+        done = succeeds("generate", folder, "--prompt", PROMPT, "--max-new-tokens", NEW, *options)
+        return done.out, done.err.splitlines()[-1]
 
     return run
 
@@ -121,10 +117,10 @@ def test_penalty_without_the_option_is_that_of_the_folder(generate, checkpoint, 
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": -1}, {"min_p": 2}, {"bad_words_ids": 3}], ids=str)
-def test_settings_of_the_folder_that_cannot_be_used_are_one_sentence(checkpoint, run_command, tmp_path, settings):
+def test_settings_of_the_folder_that_cannot_be_used_are_one_sentence(checkpoint, refusal, tmp_path, settings):
     folder = settings_of(checkpoint, tmp_path / "own", **settings)
-    code, _, error = run_command("generate", folder, "--prompt", PROMPT)
-    assert code == 2 and f"generation_config.json of checkpoint '{folder}' cannot be used: `" in error
+    said = refusal("generate", folder, "--prompt", PROMPT)
+    assert f"generation_config.json of checkpoint '{folder}' cannot be used: `" in said
 
 
 def test_printed_seed_reproduces_the_text(generate):
@@ -147,13 +143,12 @@ def test_the_command_takes_the_short_loop(checkpoint, monkeypatch):
 
 
 @pytest.mark.parametrize("options", ["", "--prompt-lookup 3", "--temperature 0", "--temperature 0 --prompt-lookup 3"])
-def test_logits_that_are_no_numbers_are_one_sentence(checkpoint, run_command, tmp_path, options):
+def test_logits_that_are_no_numbers_are_one_sentence(checkpoint, refusal, tmp_path, options):
     model = load(checkpoint)
     torch.nn.init.constant_(model.lm_head.weight, torch.nan)
-    for part in (model, byte_level()):
-        part.save_pretrained(tmp_path)
-    code, _, error = run_command("generate", tmp_path, "--prompt", PROMPT, *options.split())
-    assert code == 2 and f"checkpoint '{tmp_path}' gives NaN or infinite logits; no token can be chosen" in error
+    tiny.saved(model, tmp_path)
+    said = refusal("generate", tmp_path, "--prompt", PROMPT, *options.split())
+    assert f"checkpoint '{tmp_path}' gives NaN or infinite logits; no token can be chosen" in said
 
 
 def test_printed_text_is_decoded_in_time_linear_in_its_length(monkeypatch, capsys):
@@ -173,8 +168,7 @@ def test_the_new_text_follows_the_prompt_with_its_space(tmp_path):
     backend = Tokenizer(models.WordLevel({"▁it": 0, "▁was": 1, "▁a": 2}, unk_token="▁a"))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    for part in (HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=3)), tokenizer):
-        part.save_pretrained(tmp_path)
+    tiny.saved(HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=3)), tmp_path, tokenizer)
     result = continued(tmp_path, "it was", None, False, max_new_tokens=5, do_sample=False)
     assert "it was" + result["text"] == tokenizer.decode([0, 1, *result["tokens"]])
 
@@ -189,10 +183,8 @@ def test_converted_llama_uses_the_first_token_of_its_tokenizer(generate, tmp_pat
     """Its tokenizer adds a first token, as for transformers and for lm-evaluation-harness."""
     theirs = LlamaForCausalLM(LlamaConfig(**LLAMA)).eval()
     tokenizer = with_first_token()
-    for part in (theirs, tokenizer):
-        part.save_pretrained(tmp_path / "llama")
-    import_checkpoint(tmp_path / "llama").save_pretrained(tmp_path / "ours")
-    tokenizer.save_pretrained(tmp_path / "ours")
+    tiny.saved(theirs, tmp_path / "llama", tokenizer)
+    tiny.saved(import_checkpoint(tmp_path / "llama"), tmp_path / "ours", tokenizer)
     text = generate("--temperature", 0, folder=tmp_path / "ours")[0]
     result = json.loads(generate("--temperature", 0, "--json", folder=tmp_path / "ours")[0])
     ids = torch.tensor([[FIRST, *byte_level()(PROMPT).input_ids]])
@@ -248,7 +240,7 @@ SEARCHES = {
 
 
 @pytest.mark.parametrize("name", SEARCHES)
-def test_one_text_is_generated_whatever_search_a_folder_asks_for(checkpoint, run_command, tmp_path, name):
+def test_one_text_is_generated_whatever_search_a_folder_asks_for(checkpoint, succeeds, tmp_path, name):
     """Its other settings hold, as a string at which the text ends."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     settings = folder / "generation_config.json"
@@ -256,23 +248,19 @@ def test_one_text_is_generated_whatever_search_a_folder_asks_for(checkpoint, run
     stop = {"stop_strings": [whole[4:6]]}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | SEARCHES[name] | stop))
     for more in ((), ("--json",)):
-        code, out, error = run_command("generate", folder, "--prompt", PROMPT, "--temperature", 0, *more)
-        assert code == 0, error
+        _, out, error = succeeds("generate", folder, "--prompt", PROMPT, "--temperature", 0, *more)
         text = json.loads(out)["text"] if more else out.removeprefix(PROMPT).removesuffix("\n")
         assert text == whole[: whole.find(whole[4:6]) + 2]
         assert all(f"{field}={json.dumps(value)}" in error for field, value in SEARCHES[name].items())
         assert "not used" in error
 
 
-def test_draft_with_another_vocabulary_is_refused(checkpoint, run_command, tmp_path):
-    HeadraceForCausalLM(tiny.config("gla", vocab_size=95)).save_pretrained(tmp_path)
-    byte_level().save_pretrained(tmp_path)
-    code, _, error = run_command("generate", checkpoint, "--prompt", PROMPT, "--draft", tmp_path)
-    assert code == 2 and f"--draft '{tmp_path}' has 95 tokens; expected 94, those of the model" in error
+def test_unsuitable_drafts_are_refused(checkpoint, refusal, tmp_path):
+    tiny.saved(HeadraceForCausalLM(tiny.config("gla", vocab_size=95)), tmp_path)
     for options, expected in {
+        ("--draft", tmp_path): f"--draft '{tmp_path}' has 95 tokens; expected 94, those of the model",
         ("--prompt-lookup", 0): "--prompt-lookup=0; expected at least 1",
         ("--prompt-lookup", 3, "--draft", checkpoint): "--draft has no effect with --prompt-lookup",
         ("--prompt-lookup", 3, "--cuda-graph"): "--prompt-lookup has no effect with --cuda-graph",
     }.items():
-        code, _, error = run_command("generate", checkpoint, "--prompt", PROMPT, *options)
-        assert code == 2 and expected in error
+        assert expected in refusal("generate", checkpoint, "--prompt", PROMPT, *options)

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM
-from tiny import SIZES, build, close, config, tokens, trained
+from tiny import SIZES, build, close, config, saved, tokens, trained
 
 MIXERS = ["gla", "softmax-gated-deltanet", "rwkv4 and s4d", "hybrid", "experts"]
 HEADS = {"SequenceClassification": "score", "TokenClassification": "score", "QuestionAnswering": "qa_outputs"}
@@ -94,8 +94,7 @@ def test_folder_of_a_language_model_gives_the_backbone(head, tmp_path):
 def test_trl_learns_a_reward(tmp_path):
     trl, tokenizer = pytest.importorskip("trl", reason="trl is not installed"), byte_level()
     sizes = SIZES | {"vocab_size": len(tokenizer), "num_hidden_layers": 1}
-    HeadraceForCausalLM(config("gla", **sizes)).save_pretrained(tmp_path / "lm")
-    tokenizer.save_pretrained(tmp_path / "lm")
+    saved(HeadraceForCausalLM(config("gla", **sizes)), tmp_path / "lm")
     settings = trl.RewardConfig(
         output_dir=str(tmp_path / "run"), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, seed=0,
         logging_steps=1, report_to="none", use_cpu=True, bf16=False, save_strategy="no",

@@ -22,11 +22,8 @@ TEXT = "one two three four five six seven eight nine ten. "
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     torch.manual_seed(0)
-    path, tokenizer = tmp_path_factory.mktemp("integrations") / "model", byte_level()
-    model = HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=len(tokenizer)))
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    model = HeadraceForCausalLM(tiny.config("softmax-gla", vocab_size=257))
+    return tiny.saved(model, tmp_path_factory.mktemp("integrations") / "model")
 
 
 @pytest.fixture(scope="module", params=["softmax-gla", "qwen3_next"])
@@ -35,9 +32,7 @@ def model_folder(request, folder, tmp_path_factory):
     if request.param == "softmax-gla":
         return folder
     path = tmp_path_factory.mktemp(request.param)
-    load(release(request.param, path / "theirs")).save_pretrained(path / "ours")
-    byte_level().save_pretrained(path / "ours")
-    return path / "ours"
+    return tiny.saved(load(release(request.param, path / "theirs")), path / "ours")
 
 
 @pytest.mark.parametrize(

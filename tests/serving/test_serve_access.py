@@ -111,19 +111,17 @@ def test_addresses_that_others_reach_need_a_key(address, is_open):
         Access().check_address(address)
 
 
-def test_command_refuses_other_addresses_without_a_key(tmp_path, run_command, monkeypatch):
+def test_command_refuses_other_addresses_without_a_key(tmp_path, refusal, monkeypatch):
     """Before it reads the model; with a key, also of the environment, it goes on to read it."""
     (tmp_path / "config.json").write_text("{}")
     asked = ("serve", tmp_path, "--host", "0.0.0.0", "--port", 0)
-    assert "expected --api-key or HEADRACE_API_KEY, or --no-api-key" in run_command(*asked).err
+    assert "expected --api-key or HEADRACE_API_KEY, or --no-api-key" in refusal(*asked)
     for more in (("--no-api-key",), ("--api-key", KEY)):
-        assert "has model_type=None" in run_command(*asked, *more).err
+        assert "has model_type=None" in refusal(*asked, *more)
     monkeypatch.setenv("HEADRACE_API_KEY", KEY)
-    assert "has model_type=None" in run_command(*asked).err
-    assert (
-        "--no-api-key beside a key, of --api-key or HEADRACE_API_KEY; expected one"
-        in run_command(*asked, "--no-api-key").err
-    )
+    assert "has model_type=None" in refusal(*asked)
+    both = refusal(*asked, "--no-api-key")
+    assert "--no-api-key beside a key, of --api-key or HEADRACE_API_KEY; expected one" in both
 
 
 def test_more_connections_than_file_descriptors_are_closed(monkeypatch):

@@ -50,12 +50,12 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_folder_in_use_is_refused(prepared, tmp_path, run_command, command):
+def test_folder_in_use_is_refused(prepared, tmp_path, refusal, command):
     (tmp_path / "folder").mkdir()
     with locked(tmp_path / "folder"):
-        code, _, said = run_command(*COMMANDS[command](prepared, tmp_path / "folder"))
+        said = refusal(*COMMANDS[command](prepared, tmp_path / "folder"))
     sentence = rf"^headrace: --output '.*folder' is in use by process {os.getpid()} on \S+ since \S+;"
-    assert code == 2 and re.search(sentence, said, re.M)
+    assert re.search(sentence, said, re.M)
     assert not any((tmp_path / "folder").iterdir())
 
 
@@ -70,11 +70,10 @@ MAKERS = {"prepare": [__file__], "convert": ["MODEL", "--to", "llama"], "retrofi
 
 
 @pytest.mark.parametrize("command", MAKERS)
-def test_output_being_written_is_refused(command, saved_model, tmp_path, run_command):
+def test_output_being_written_is_refused(command, saved_model, tmp_path, refusal):
     words = [saved_model if word == "MODEL" else word for word in MAKERS[command]]
     with locked(tmp_path / "d", tmp_path / ".d.lock"):
-        code, _, said = run_command(command, *words, "--output", tmp_path / "d")
-    assert code == 2 and f"in use by process {os.getpid()}" in said
+        assert f"in use by process {os.getpid()}" in refusal(command, *words, "--output", tmp_path / "d")
     assert not (tmp_path / "d").exists()
 
 
@@ -95,7 +94,7 @@ def test_interrupted_command_leaves_no_folder(number, code, saved_model, tmp_pat
 
 
 @pytest.mark.parametrize("command", ["convert", "retrofit"])
-def test_output_folder_is_written_atomically(command, saved_model, tmp_path, run_command, monkeypatch):
+def test_output_folder_is_written_atomically(command, saved_model, tmp_path, refusal, succeeds, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -103,10 +102,9 @@ def test_output_folder_is_written_atomically(command, saved_model, tmp_path, run
     options += ["--to", "gla"] * (command == "convert")
     with monkeypatch.context() as patch:
         patch.setattr("shutil.copy" if command == "convert" else "headrace.hf.model.seal", full)
-        code, _, said = run_command(*options)
-    assert code == 2 and "No space left" in said and not list(tmp_path.iterdir())
-    code, _, said = run_command(*options)
-    assert code == 0 and (tmp_path / "d" / CHECKSUMS).exists() and not list(tmp_path.glob(".d*"))
+        assert "No space left" in refusal(*options) and not list(tmp_path.iterdir())
+    succeeds(*options)
+    assert (tmp_path / "d" / CHECKSUMS).exists() and not list(tmp_path.glob(".d*"))
 
 
 def killed_in(folder):
@@ -125,11 +123,11 @@ def test_lock_of_a_killed_process_is_released(tmp_path):
     assert not (tmp_path / "d" / LOCK).exists()
 
 
-def test_unwritable_folder_is_one_sentence(prepared, tmp_path, run_command):
+def test_unwritable_folder_is_one_sentence(prepared, tmp_path, refusal):
     (tmp_path / "file").touch()
     for command in COMMANDS.values():
-        code, _, said = run_command(*command(prepared, tmp_path / "file" / "folder"))
-        assert code == 2 and "cannot be written: Not a directory" in said, said
+        said = refusal(*command(prepared, tmp_path / "file" / "folder"))
+        assert "cannot be written: Not a directory" in said
 
 
 # --- processes that outlive another ----------------------------------------------------------------------------------
@@ -266,22 +264,21 @@ READERS = {
 
 
 @pytest.mark.parametrize("command", READERS)
-def test_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, run_command):
+def test_flipped_bit_of_a_model_is_refused(command, trained_model, prepared, tmp_path, refusal):
     model = shutil.copytree(trained_model, tmp_path / "model")
     (tmp_path / "data").symlink_to(prepared)
     (tmp_path / "wiki.test.raw").write_text(" = Sea = \n \n The sea is a thing . \n")
     flip(model / "model.safetensors")
-    code, _, said = run_command(*READERS[command](model, tmp_path))
-    assert code == 2 and "is damaged: model.safetensors has another SHA-256 than when it was written" in said, said
+    said = refusal(*READERS[command](model, tmp_path))
+    assert "is damaged: model.safetensors has another SHA-256 than when it was written" in said
 
 
-def test_converted_model_is_checked_when_read_back(tmp_path, run_command):
+def test_converted_model_is_checked_when_read_back(tmp_path, succeeds, refusal):
     out = tmp_path / "theirs"
     tiny.build("gla").save_pretrained(tmp_path / "model")
-    run_command("convert", tmp_path / "model", "--to", "gla", "--output", out)
+    succeeds("convert", tmp_path / "model", "--to", "gla", "--output", out)
     flip(out / "model.safetensors")
-    code, _, said = run_command("convert", out, "--output", tmp_path / "ours")
-    assert code == 2 and "is damaged: model.safetensors" in said, said
+    assert "is damaged: model.safetensors" in refusal("convert", out, "--output", tmp_path / "ours")
 
 
 def test_model_saved_again_or_without_checksums_is_read(trained_model, tmp_path):

@@ -11,6 +11,7 @@ import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -52,9 +53,29 @@ def folder(tmp_path_factory, teacher):
     return tiny.saved(teacher, tmp_path_factory.mktemp("teacher") / "model")
 
 
+@pytest.fixture
+def words(prepared, tmp_path):
+    """Of a short command, behind its model. What follows takes the place of what is here."""
+    return ["--data", prepared, "--output", tmp_path / "out", "--steps", 1, "--held-out", 1, "--threads", 1]
+
+
 def imitation_of(teacher, trains="new", mixer=HEDGEHOG):
     torch.manual_seed(0)
     return Imitation(teacher, linearize(teacher, mixer, [0, 2]), trains)
+
+
+def made_linear(model, data, work, settings=SETTINGS, keep="0"):
+    """The linear model, and the report."""
+    return imitate(model, HEDGEHOG, Keep.parsed(keep), data, settings, work, ALONE, lambda *_: None, 1)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """The precision of each model whose loss is measured."""
+    dtypes = []
+    loss = lambda model, *given: dtypes.append(model.dtype) or held_out_loss(model, *given)  # noqa: E731
+    monkeypatch.setattr(linear_module, "held_out_loss", loss)
+    return dtypes
 
 
 @torch.no_grad()
@@ -169,8 +190,7 @@ def test_bfloat16_rounds_no_weight_that_stays(data, tmp_path):
         torch.manual_seed(0)
         teacher = tiny.build("gqa(kv_heads=2)", num_hidden_layers=2, vocab_size=257)
         settings, before = replace(SETTINGS, precision=precision), copy.deepcopy(teacher.float()).state_dict()
-        work, keep = tmp_path / precision, Keep.parsed("0")
-        linear, report = imitate(teacher.float(), HEDGEHOG, keep, data, settings, work, ALONE, lambda *_: None, 1)
+        linear, report = made_linear(teacher.float(), data, tmp_path / precision, settings)
         assert {p.dtype for p in linear.parameters()} == {torch.float32}
         stays = [name for name, p in linear.named_parameters() if ".layers.1.mixer." not in name]
         assert all(torch.equal(linear.get_parameter(name), before[name]) for name in stays) and len(stays) > 5
@@ -180,19 +200,15 @@ def test_bfloat16_rounds_no_weight_that_stays(data, tmp_path):
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_bfloat16_checkpoint_is_measured_in_one_precision_and_keeps_its_router(precision, data, tmp_path):
+def test_a_bfloat16_checkpoint_is_measured_in_one_precision_and_keeps_its_router(precision, data, tmp_path, measured):
     style = BlockStyle(experts=Experts(4, 2, biased=True))
     model = tiny.build(Decoder((Layer(AttentionSpec(), "experts"),), style), num_hidden_layers=2, vocab_size=257)
     model.bfloat16()
     mixture = model.model.backbone.layers[0].mlp
     mixture.router.float().weight.data.normal_()
     mixture.choice_bias = torch.randn(4)
-    before, settings = (mixture.router.weight.clone(), mixture.choice_bias), replace(SETTINGS, precision=precision)
-    measured = []
-    loss = lambda model, *given: measured.append(model.dtype) or held_out_loss(model, *given)  # noqa: E731
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_module, "held_out_loss", loss)
-        linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, ALONE, lambda *_: None, 1)
+    before = mixture.router.weight.clone(), mixture.choice_bias
+    linear, _ = made_linear(model, data, tmp_path, replace(SETTINGS, precision=precision))
     assert measured == [linear.dtype] * 3 == [getattr(torch, precision)] * 3
     assert all(torch.equal(p, p.bfloat16()) for p in linear.model.backbone.layers[1].mixer.parameters()), "rounded"
     found = cast(linear, torch.bfloat16).model.backbone.layers[0].mlp
@@ -206,21 +222,15 @@ def test_a_float64_checkpoint_is_not_rounded(precision, data, tmp_path):
     for p in model.parameters():
         p.data /= 3  # float32 has no such number
     before = {name: x.clone() for name, x in model.state_dict().items() if ".layers.1.mixer." not in name}
-    settings = replace(SETTINGS, steps=1, precision=precision)
-    linear, _ = imitate(model, HEDGEHOG, Keep.parsed("0"), data, settings, tmp_path, ALONE, lambda *_: None, 1)
+    linear, _ = made_linear(model, data, tmp_path, replace(SETTINGS, steps=1, precision=precision))
     after = linear.state_dict()
     assert all(torch.equal(after[name], x) for name, x in before.items())
     assert {p.dtype for p in linear.parameters()} == {torch.float64}
 
 
-def test_a_layer_is_removed_in_the_precision_of_the_settings(teacher, prepared, tmp_path, run_command, monkeypatch):
+def test_a_layer_is_removed_in_the_precision_of_the_settings(teacher, words, tmp_path, succeeds, measured):
     """Of a checkpoint whose own the saved model has."""
-    path, measured = tiny.saved(copy.deepcopy(teacher).bfloat16(), tmp_path / "model"), []
-    loss = lambda model, *given: measured.append(model.dtype) or held_out_loss(model, *given)  # noqa: E731
-    monkeypatch.setattr(linear_module, "held_out_loss", loss)
-    words = [path, "--data", prepared, "--steps", 1, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
-    result = run_command("linearize", *words)
-    assert result.code == 0, result.err
+    succeeds("linearize", tiny.saved(copy.deepcopy(teacher).bfloat16(), tmp_path / "model"), *words)
     assert len(measured) == 7 and {*measured} == {torch.float32}
     assert load(tmp_path / "out").dtype == torch.bfloat16
 
@@ -230,9 +240,7 @@ def test_a_layer_is_removed_in_the_precision_of_the_settings(teacher, prepared, 
     [("1", [1]), ("0,2", [0, 2]), ("every=2", [0, 2]), ("every=3", [0]), ("none", []), ("worst=1", None)],
 )
 def test_which_layers_stay(text, kept, teacher, data, tmp_path):
-    linear, report = imitate(
-        teacher, HEDGEHOG, Keep.parsed(text), data, SETTINGS, tmp_path / "work", ALONE, lambda *_: None, 1
-    )
+    linear, report = made_linear(teacher, data, tmp_path / "work", keep=text)
     if kept is None:
         assert len(report["layers"]) == 3
         kept = [int(max(report["layers"], key=lambda i: report["layers"][i]["after"]))]
@@ -293,17 +301,13 @@ def test_a_linear_layers_state_does_not_grow(teacher):
         ("every=0", "--keep=every=0; expected layers such as 4,12,20"), ("best=2", "--keep=best=2"),
         ("7", "--keep names layer 7, which is no attention layer; expected some of 0, 1, 2"),
         ("every=1", "--keep leaves none of the 3 attention layers"), ("worst=3", "--keep leaves none"),
+        *((f"{text}{'9' * 5000}", "; expected layers such as 4,12,20") for text in ("1,", "every=", "worst=")),
     ],
+    ids=lambda text: text[:20],
 )  # fmt: skip
 def test_what_cannot_stay_is_named(text, sentence):
-    with pytest.raises(InputError, match=sentence):
+    with pytest.raises(InputError, match=sentence) as refused:
         Keep.parsed(text).changed([0, 1, 2])
-
-
-@pytest.mark.parametrize("text", ["1,{}", "every={}", "worst={}"])
-def test_a_number_of_many_digits_is_no_layer(text):
-    with pytest.raises(InputError, match="; expected layers such as 4,12,20") as refused:
-        Keep.parsed(text.format("9" * 5000))
     assert len(str(refused.value)) < 200
 
 
@@ -338,13 +342,12 @@ lambada_openai,perplexity,0,out,1024,30.0,,1000
 """
 
 
-def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_command):
+def test_command_and_those_that_its_page_names(folder, prepared, words, tmp_path, succeeds, refusal):
     """The model is trained as a whole, then on rows of four times the length, with and without the teacher."""
     data, out = tmp_path / "data", tmp_path / "out"
     data.symlink_to(prepared)
-    words = [folder, "--data", data, "--steps", 2, "--held-out", 2, "--threads", 1, "--output", out]
-    result = run_command("linearize", *words)
-    assert result.code == 0, result.err
+    words = ["linearize", folder, *words, "--data", data, "--steps", 2, "--held-out", 2]
+    result = succeeds(*words)
     assert "step 2 of 2: error" in result.out
     report, page = json.loads((out / "linearize.json").read_text()), (out / "report.html").read_text("utf-8")
     assert report["kept"] == [0, 2] and set(report["layers"]) == {"1"}
@@ -362,13 +365,13 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
     assert all(engine in page for engine in report["decoding"]["engine"].values())
     worst = report["layers"] | {"2": report["layers"]["1"]}  # as --keep worst=1 leaves it: trained, and attention again
     assert "1 attention layer of" in write_page(report | {"layers": worst}, tmp_path).read_text("utf-8")
-    assert run_command("generate", out, "--prompt", "2 times", "--max-new-tokens", 3).code == 0
-    assert run_command("linearize", *words).code == 2  # the folder exists
+    succeeds("generate", out, "--prompt", "2 times", "--max-new-tokens", 3)
+    assert "exists" in refusal(*words)
     named = report["next"]
     assert all(line in page for line in named.values())
     whole, control, evaluate, beside, prepare, longer = ([*shlex.split(line)[1:]] for line in named.values())
-    assert evaluate[:3] == ["eval", str(folder), str(out)] and run_command(*evaluate, "--help").code == 0
-    assert evaluate[-1] == beside[-1]
+    assert evaluate[:3] == ["eval", str(folder), str(out)] and evaluate[-1] == beside[-1]
+    succeeds(*evaluate, "--help")
     Path(evaluate[-1]).mkdir()
     Path(evaluate[-1], "scores.csv").write_text(SCORES)
     prepare[prepare.index("TEXT")] = prepared.parent / "texts.jsonl"
@@ -377,8 +380,7 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
     quiet = "--trackers", "none"
     trainings = [[*line, *quiet] for line in (whole, control, longer, alone)]
     for line in (*trainings[:2], beside, beside[:-4], [*prepare, "--held-out", 0.05], *trainings[2:]):
-        result = run_command(*line)
-        assert result.code == 0, result.err
+        succeeds(*line)
     assert open_data(tmp_path / "data-128").manifest["length"] == 128
     page, added = (out / "report.html").read_text("utf-8"), json.loads((out / "linearize.json").read_text())
     made = "commands", "environments"
@@ -397,8 +399,8 @@ def test_command_and_those_that_its_page_names(folder, prepared, tmp_path, run_c
         assert f"{nats:.3f}" in page and added["nats"]["transferred"] != nats != added["nats"]["original"]
     for score in ("51.3% ± 1.2%", "not finite", "23.4 ± 0.5", "1024"):
         assert f"{score}</td>" in page
-    other = run_command("linearize", folder, "--data", tmp_path / "data-128", *beside[4:])
-    assert other.code == 2 and "data-128" in other.err and "is not that of" in other.err
+    said = refusal("linearize", folder, "--data", tmp_path / "data-128", *beside[4:])
+    assert "data-128" in said and "is not that of" in said
     kinds = load(out).config.layer_types
     assert kinds.count("linear_attention") == 1
     for run, longest in {"out-whole": 64, "out-128": 128, "alone": 128}.items():
@@ -415,10 +417,8 @@ def test_rows_of_the_commands_end_where_learned_positions_do():
         assert prepare[prepare.index("--length") + 1] == str(longest) and f"batch_tokens={longest}" in train
 
 
-def test_the_page_shows_the_parts_of_a_window(folder, prepared, tmp_path, run_command):
-    words = [folder, "--data", prepared, "--steps", 2, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
-    result = run_command("linearize", *words, "--mixer", "lolcats(window=8)", "--keep", "none")
-    assert result.code == 0, result.err
+def test_the_page_shows_the_parts_of_a_window(folder, words, tmp_path, succeeds):
+    succeeds("linearize", folder, *words, "--steps", 2, "--mixer", "lolcats(window=8)", "--keep", "none")
     report = json.loads((tmp_path / "out" / "linearize.json").read_text())
     page = (tmp_path / "out" / "report.html").read_text("utf-8")
     assert list(report["removed"]) == ["0", "1", "2", "all"]
@@ -430,24 +430,14 @@ def test_the_page_shows_the_parts_of_a_window(folder, prepared, tmp_path, run_co
     )
 
 
-def test_a_command_that_was_killed_before_a_checkpoint_holds_nothing(
-    folder, prepared, tmp_path, run_command, monkeypatch
-):
-    words = [folder, "--data", prepared, "--steps", 1, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
-
-    def killed(updates):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.Updates, "step", killed)
-        assert run_command("linearize", *words).code == 130
-    result = run_command("linearize", *words, "--lr", 1e-3)
-    assert result.code == 0, result.err
+def test_a_command_that_was_killed_before_a_checkpoint_holds_nothing(folder, words, run_command, succeeds):
+    with patch.object(module.Updates, "step", side_effect=KeyboardInterrupt):
+        assert run_command("linearize", folder, *words).code == 130
+    succeeds("linearize", folder, *words, "--lr", 1e-3)
 
 
-def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monkeypatch):
-    words = [folder, "--data", prepared, "--steps", 51, "--held-out", 1, "--threads", 1, "--output", tmp_path / "out"]
-    step = module.Updates.step
+def test_a_killed_command_goes_on(folder, prepared, words, tmp_path, run_command, succeeds, refusal, monkeypatch):
+    words, step = [*words, "--steps", 51], module.Updates.step
 
     def killed(updates):
         if updates.schedule.last_epoch == 50:
@@ -456,33 +446,34 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(module.Updates, "step", killed)
-        result = run_command("linearize", *words)
+        result = run_command("linearize", folder, *words)
         assert result.code == 130 and "out was not created; the same command goes on" in result.err
-    other = run_command("linearize", *words, "--lr", 1e-3)
-    assert other.code == 2 and "holds another run (lr is 0.01 there and 0.001 here)" in other.err
-    other = run_command("linearize", *words, "--steps", 52)
-    assert other.code == 2 and "holds another run (steps is 51 there and 52 here)" in other.err
+    for option, sentence in {
+        ("--lr", 1e-3): "lr is 0.01 there and 0.001 here", ("--steps", 52): "steps is 51 there and 52 here",
+    }.items():  # fmt: skip
+        assert f"holds another run ({sentence})" in refusal("linearize", folder, *words, *option)
     for part in ("model.backbone.layers.1.mixer.o_proj", "lm_head", "config"):
         changed = load(folder)
         if part == "config":
             changed.config.norm_eps *= 2
         else:
             changed.get_submodule(part).weight.data += 1
-        other = run_command("linearize", tiny.saved(changed, tmp_path / part), *words[1:])
-        assert other.code == 2 and "holds another run (model is" in other.err
+        said = refusal("linearize", tiny.saved(changed, tmp_path / part), *words)
+        assert "holds another run (model is" in said
     manifest = json.loads((prepared / "manifest.json").read_text("utf-8"))
     shutil.copytree(prepared, tmp_path / "data")
     (tmp_path / "data" / "manifest.json").write_text(json.dumps(manifest | {"seed": 5}), "utf-8")
-    other = run_command("linearize", folder, "--data", tmp_path / "data", *words[3:])
-    assert other.code == 2 and "holds another run (seed is 0 there and 5 here)" in other.err
+    said = refusal("linearize", folder, *words, "--data", tmp_path / "data")
+    assert "holds another run (seed is 0 there and 5 here)" in said
     steps = []
     monkeypatch.setattr(module.Updates, "step", lambda updates: steps.append(step(updates)))
-    assert run_command("linearize", *words).code == 0 and len(steps) == 1
+    succeeds("linearize", folder, *words)
+    assert len(steps) == 1
     assert not list(tmp_path.glob(".out*parts"))
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("wrong", "sentence"),
     [
         (["--mixer", "mamba"], "--mixer='mamba' is no linear mixer"),
         (["--mixer", "glaa"], "glaa"),
@@ -501,34 +492,29 @@ def test_a_killed_command_goes_on(folder, prepared, tmp_path, run_command, monke
         (["--window-dropout", "2"], "window_dropout=2.0; expected 0 to 1, a share"),
     ],
 )
-def test_bad_options_are_one_sentence(words, sentence, folder, prepared, tmp_path, run_command):
-    result = run_command("linearize", folder, "--data", prepared, "--output", tmp_path / "out", *words)
-    assert result.code == 2 and sentence in result.err and len(result.err.strip().splitlines()) == 1, result.err
+def test_bad_options_are_one_sentence(wrong, sentence, folder, words, tmp_path, refusal):
+    said = refusal("linearize", folder, *words, *wrong)
+    assert sentence in said and len(said.strip().splitlines()) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_latent_attention_is_named(prepared, tmp_path, run_command):
-    path = tiny.saved(tiny.build("mla", vocab_size=257), tmp_path / "model")
-    result = run_command("linearize", path, "--data", prepared, "--output", tmp_path / "out")
-    assert result.code == 2 and "no attention layer that could become linear: its k and v are" in result.err
+def test_latent_attention_is_named(words, tmp_path, refusal):
+    said = refusal("linearize", tiny.saved(tiny.build("mla", vocab_size=257), tmp_path / "model"), *words)
+    assert "no attention layer that could become linear: its k and v are" in said
 
 
-def test_layers_without_weights_of_their_own_are_refused(folder, prepared, tmp_path, run_command):
-    words = ["--data", prepared, "--mixer", "taylor-softmax", "--output", tmp_path / "out"]
-    result = run_command("linearize", folder, *words)
-    assert result.code == 2 and "--trains new, and the new layers have no weights that the old do not" in result.err
+def test_layers_without_weights_of_their_own_are_refused(folder, words, refusal):
+    said = refusal("linearize", folder, *words, "--mixer", "taylor-softmax")
+    assert "--trains new, and the new layers have no weights that the old do not" in said
 
 
-def test_models_beside_need_a_report(folder, prepared, tmp_path, run_command):
-    words = [folder, "--data", prepared, "--output", tmp_path / "out", "--beside"]
-    result = run_command("linearize", *words, folder)
-    assert result.code == 2 and "linearize.json" in result.err and not (tmp_path / "out").exists()
-    result = run_command("linearize", *words, folder, "--machine", "1xH100")
-    assert result.code == 2 and "--machine has no effect with --beside" in result.err
-    result = run_command("linearize", *words[:-1], "--scores", folder)
-    assert result.code == 2 and f"--scores {str(folder)!r} has no scores.csv" in result.err
-    result = run_command("linearize", *words, tmp_path / "nothing")
-    assert result.code == 2 and "nothing" in result.err
+def test_models_beside_need_a_report(folder, prepared, tmp_path, refusal):
+    words = ["linearize", folder, "--data", prepared, "--output", tmp_path / "out"]
+    assert "linearize.json" in refusal(*words, "--beside", folder) and not (tmp_path / "out").exists()
+    said = refusal(*words, "--beside", folder, "--machine", "1xH100")
+    assert "--machine has no effect with --beside" in said
+    assert f"--scores {str(folder)!r} has no scores.csv" in refusal(*words, "--scores", folder)
+    assert "nothing" in refusal(*words, "--beside", tmp_path / "nothing")
 
 
 def imitated(folder, prepared, output, steps, rows, mixer):
@@ -603,13 +589,13 @@ def test_rows_that_processes_cannot_share_are_refused(folder, prepared, tmp_path
     assert said == ["--rows=3 with 2 processes; expected a multiple of 2"] * 2 and not (tmp_path / "out").exists()
 
 
-def test_data_of_another_tokenizer_are_refused(folder, tmp_path, run_command):
+def test_data_of_another_tokenizer_are_refused(folder, words, tmp_path, refusal):
     from headrace.data import Preparation, prepare
 
     (tmp_path / "text.txt").write_text("one two three four " * 400)
     prepare(Preparation((str(tmp_path / "text.txt"),), bpe=300, length=32, held_out=0.1), tmp_path / "data")
-    result = run_command("linearize", folder, "--data", tmp_path / "data", "--output", tmp_path / "out")
-    assert result.code == 2 and f"has another tokenizer than {str(folder)!r}" in result.err
+    said = refusal("linearize", folder, *words, "--data", tmp_path / "data")
+    assert f"has another tokenizer than {str(folder)!r}" in said
 
 
 @pytest.mark.parametrize(
@@ -646,16 +632,13 @@ def test_experts_that_are_not_chosen_compute_nothing():
     assert found["flops"] == 2 * 3 * 8 * (2 * P + 6 * N)
 
 
-def test_a_model_of_the_hub_is_fetched_with_its_tokenizer(folder, prepared, tmp_path, run_command, monkeypatch):
+def test_a_model_of_the_hub_is_fetched_with_its_tokenizer(folder, words, succeeds, monkeypatch):
     monkeypatch.setattr("headrace.convert.checkpoint.snapshot_download", lambda name, **patterns: folder)
-    words = ["someone/model", "--data", prepared, "--output", tmp_path / "out", "--machine", "1xH100"]
-    result = run_command("linearize", *words)
-    assert result.code == 0, result.err
+    succeeds("linearize", "someone/model", *words, "--machine", "1xH100")
 
 
-def test_command_says_what_a_machine_needs(folder, prepared, tmp_path, run_command):
-    words = ["linearize", folder, "--data", prepared, "--output", tmp_path / "out", "--machine"]
-    result = run_command(*words, "1xH100")
-    assert result.code == 0 and "fits" in result.out and " s on one H100" in result.out
+def test_command_says_what_a_machine_needs(folder, words, tmp_path, succeeds, refusal):
+    said = succeeds("linearize", folder, *words, "--machine", "1xH100").out
+    assert "fits" in said and " s on one H100" in said
     assert not list(tmp_path.iterdir())
-    assert "unknown device; expected one of" in run_command(*words, "1xH101").err
+    assert "unknown device; expected one of" in refusal("linearize", folder, *words, "--machine", "1xH101")
