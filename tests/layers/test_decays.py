@@ -99,13 +99,10 @@ def test_step_sizes_need_a_softplus_decay():
         Decay("softplus", dt_min=0.1, dt_max=0.01)
 
 
-def test_shape_numbers_equal_the_header():
+def test_numbers_equal_those_of_the_native_sources():
     enum = re.search(r"enum hr_decay \{(.*?)\}", (NATIVE / "headrace.h").read_text("utf-8"))
     numbers = {name: int(number) for name, number in re.findall(r"HR_DECAY_(\w+) = (\d+)", enum[1])}
     assert numbers == {shape.name: shape.value for shape in DecayShape}
-
-
-def test_the_native_library_divides_the_sigmoid_decay_by_the_same_temperature():
     constant = re.search(r"SIGMOID_TEMPERATURE = (\d+);", (NATIVE / "kinds.h").read_text("utf-8"))
     assert float(constant[1]) == Decay.temperature
 

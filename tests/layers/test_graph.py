@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from transformers.generation import stopping_criteria
 
 from headrace import Mixer, linear_attention, set_backend
-from headrace.cli.generate import generate
 from headrace.hf import generation
 from headrace.hf.cache import NAME as CACHE
 from headrace.hf.cache import HeadraceCache
@@ -324,7 +323,7 @@ def test_sampling_from_logits_that_are_no_numbers_fails_at_once_on_a_cpu():
     assert len(seen) <= 2  # the prompt, and a token
 
 
-def test_graph_is_refused_on_a_cpu_and_with_beams(tmp_path):
+def test_graph_is_refused_on_a_cpu_and_with_beams():
     model, ids = build("gla"), tokens(1)
     with pytest.raises(InputError, match="asks for a CUDA graph, and the model is on cpu"):
         model.generate(ids, cache_implementation="static", max_new_tokens=2)
@@ -332,6 +331,3 @@ def test_graph_is_refused_on_a_cpu_and_with_beams(tmp_path):
         model.generate(ids, cache_implementation="static", max_new_tokens=2, num_beams=2)
     with pytest.raises(InputError, match="'quantized' is not available"):
         model.generate(ids, cache_implementation="quantized", max_new_tokens=2)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="--cuda-graph with --device='cpu'; expected a GPU"):
-        generate(tmp_path, "a", None, False, "cpu", cache_implementation="static")

@@ -211,28 +211,13 @@ def test_layer_refuses_bounds_of_other_tokens():
         *(({"norm_eps": x}, f"norm_eps={x!r}; expected a positive number") for x in (-1, math.nan, "x")),
         *(({"rope_theta": x}, f"rope_theta={x!r}; expected a positive number") for x in (0, -3, math.nan)),
         ({"causal": "no"}, "causal='no'; expected True or False"),
+        *(({"mixer": x}, "mixer=.*; expected a name of the zoo, a spec or its JSON") for x in (3, None, ["gla"])),
+        ({"mixer": "sofmax-gla"}, "is unknown"),
+        ({"mixer": "no"}, "names are( [a-z0-9-]+,?){3} "),
+        ({"mixer": "bert"}, "whole model"),
+        ({"mixer": "jamba"}, "is a Decoder; expected the mixer of one layer"),
     ],
 )
 def test_invalid_settings_are_refused(settings, sentence):
     with pytest.raises(InputError, match=sentence):
-        headrace.Mixer("rwkv6", hidden_size=32, **settings)
-
-
-@pytest.mark.parametrize("mixer", [3, None, ["gla"]])
-def test_unknown_mixers_are_refused(mixer):
-    with pytest.raises(InputError, match=r"mixer=.*; expected a name of the zoo, a spec or its JSON"):
-        headrace.Mixer(mixer, hidden_size=32)
-
-
-@pytest.mark.parametrize(
-    ("mixer", "sentence"),
-    [
-        ("sofmax-gla", "is unknown"),
-        ("no", "names are( [a-z0-9-]+,?){3} "),
-        ("bert", "whole model"),
-        ("jamba", "is a Decoder; expected the mixer of one layer"),
-    ],
-)
-def test_objects_that_are_no_spec_are_refused(mixer, sentence):
-    with pytest.raises(InputError, match=sentence):
-        headrace.Mixer(mixer, hidden_size=32)
+        headrace.Mixer(**{"mixer": "rwkv6", "hidden_size": 32} | settings)
