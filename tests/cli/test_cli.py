@@ -116,6 +116,23 @@ MISTAKES = {
     "prepare --output new": "prepare has neither text sources nor --task; expected one of them",
     "prepare a.txt --task mqar --output new": "prepare has both text sources and --task; expected one of them",
     "prepare --task mqar --train-bpe 300 --output new": "--train-bpe has no effect with --task",
+    "prepare a.txt --tokens 0.5 --output new": "--tokens 0.5; expected an integer",
+    "prepare a.txt --tokens -1 --output new": "--tokens -1; expected at least 1",
+    "prepare --task mqar --tokens 1 --output new": "--tokens has no effect with --task",
+    "prepare --task needle(length=8) --length 9 --output new": "'length' is set twice, by --task and --length",
+    "train laptop-1m --dry-run --data NOT-THERE": "--data 'NOT-THERE' is not a folder written by `headrace prepare`",
+    "compare --suite large --mixers gla": "--suite 'large'; expected one of small",
+    "compare --suite small": "--suite needs --mixers; expected the mixers that get a row",
+    "compare --suite small --mixers gla --plan x.yaml": "--plan has no effect with --suite",
+    "compare --task mqar --board x.csv": "--board has no effect without --suite",
+    "compare --suite small --mixers gla --board none.csv": "--board 'none.csv' is no file of the leader",
+    "compare --suite small --mixers bert": "cannot train on --task parity",
+    "eval notes --suite piqa,nope": "--suite='nope'; expected language, recall, needle, blimp, or a task",
+    "eval notes --suite piqa --max-length 0": "--max-length=0",
+    "eval notes --suite piqa --lengths 0": "--lengths=0; expected positive integers",
+    "eval notes --suite piqa --limit 0": "--limit=0",
+    "eval notes --suite piqa --data nowhere": "expected a folder",
+    "eval notes --suite needle --lengths a": "--lengths=a; expected positive integers",
     "prepare --task mqar --held-out 0.1 --output new": "--held-out has no effect with --task",
     "prepare a.txt --rows 5 --output new": "--rows has no effect without --task",
     "prepare --task mqar --tokenizer t.json --output new": "the task mqar has no field 'tokenizer'",
@@ -193,11 +210,15 @@ MISTAKES = {
 @pytest.mark.parametrize("command", MISTAKES)
 def test_user_errors_print_one_sentence_and_exit_with_2(run_command, command, folder):
     """And no file is left."""
-    before = {*folder.rglob("*")}
+    before = files(folder)
     code, out, error = run_command(*command.split())
     assert (code, out) == (2, "")
     assert MISTAKES[command] in error and error.startswith("headrace: ") and error.count("\n") == 1
-    assert {*folder.rglob("*")} == before
+    assert files(folder) == before
+
+
+def files(folder):
+    return {path for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])

@@ -180,8 +180,6 @@ def test_missing_weights_of_a_checkpoint_are_named(tmp_path):
 
 
 def test_dry_run_checks_the_data(prepared, succeeds, refusal):
-    said = refusal("train", "laptop-1m", "--dry-run", "--data", "NOT-THERE")
-    assert "--data 'NOT-THERE' is not a folder written by `headrace prepare`" in said
     said = refusal("train", "paper-80m", "--dry-run", "--data", prepared)
     assert "prepare data with --length 4096, or set length=32" in said
     settings = [f"{name}={value}" for name, value in TINY.items() if name not in ("length", "vocab_size")]

@@ -157,19 +157,3 @@ def test_what_the_rows_depend_on_is_not_changed_unnoticed():
     rows = leaderboard.others(None)
     assert {row["comparison"] for row in rows} == set(today)
     assert all(row["definition"] == today[row["comparison"]] for row in rows if "text" not in row["comparison"])
-
-
-@pytest.mark.parametrize(
-    "words, sentence",
-    [
-        (("--suite", "large", "--mixers", "gla"), "--suite 'large'; expected one of small"),
-        (("--suite", "small"), "--suite needs --mixers; expected the mixers that get a row"),
-        (("--suite", "small", "--mixers", "gla", "--plan", "x.yaml"), "--plan has no effect with --suite"),
-        (("--task", "mqar", "--board", "x.csv"), "--board has no effect without --suite"),
-        (("--suite", "small", "--mixers", "gla", "--board", "none.csv"), "--board 'none.csv' is no file of the leader"),
-        (("--suite", "small", "--mixers", "bert"), "cannot train on --task parity"),
-    ],
-)
-def test_the_command_refuses_what_a_suite_cannot_have(words, sentence, monkeypatch, refusal, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert sentence in refusal("compare", *words) and not list(tmp_path.iterdir())

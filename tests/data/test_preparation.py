@@ -403,22 +403,6 @@ def test_unreadable_file_is_named(name, tmp_path):
         prepare(Preparation((str(tmp_path / name),)), tmp_path / "none")
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"tokens": 0.5}, "--tokens 0.5; expected an integer"),
-        ({"tokens": -1.0}, "--tokens -1; expected at least 1"),
-        ({"tokens": 1.0, "task": "mqar", "sources": None}, "--tokens has no effect with --task"),
-        ({"length": 9, "task": "needle(length=8)", "sources": None}, "'length' is set twice, by --task and --length"),
-        ({"rows": 0}, "--rows=0; expected at least 1"),
-        ({"rows": 1}, "--rows has no effect without --task"),
-    ],
-)
-def test_user_errors_are_refused(jsonl, tmp_path, options, sentence):
-    with pytest.raises(InputError, match=sentence):
-        command(tmp_path / "d", **({"sources": [str(jsonl)]} | options))
-
-
 def test_rows_are_memory_mapped(plan, tmp_path):
     """What another process gets is names, and loaders read rows in any order and many at once."""
     prepare(plan, tmp_path / "d")

@@ -285,28 +285,6 @@ def test_needles_are_rows_by_length():
     assert len(items("needle,piqa", [1024])) == 4
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (["nowhere/at/all", "--suite", "piqa"], "is not a local folder and cannot be loaded from the Hub: expected"),
-        (["--suite", "piqa,nope"], "--suite='nope'; expected language, recall, needle, blimp, or a task"),
-        (["--suite", "piqa", "--max-length", "0"], "--max-length=0"),
-        (["--suite", "piqa", "--lengths", "0"], "--lengths=0; expected positive integers"),
-        (["--suite", "piqa", "--limit", "0"], "--limit=0"),
-        (["--suite", "piqa", "--data", "nowhere"], "expected a folder"),
-        (["--suite", "needle", "--lengths", "a"], "--lengths=a; expected positive integers"),
-    ],
-)
-def test_bad_input_is_one_sentence(arguments, sentence, checkpoints, data, tmp_path):
-    if not arguments[0].startswith("nowhere"):
-        arguments = [checkpoints["llama"], *arguments]
-    if "--data" not in arguments:
-        arguments += ["--data", str(data)]
-    ran = CliRunner().invoke(cli.app, ["eval", *arguments, "--output", str(tmp_path)])
-    assert isinstance(ran.exception, InputError)
-    assert sentence in str(ran.exception)
-
-
 def test_a_suite_is_checked_before_the_hub_is_asked(checkpoints, monkeypatch):
     monkeypatch.setattr("headrace.cli.evaluate.ask_hub", lambda: pytest.fail("it was asked"))
     ran = CliRunner().invoke(cli.app, ["eval", str(checkpoints["llama"]), "--suite", "nope"])
@@ -425,7 +403,8 @@ def test_models_whose_names_are_spelt_alike_have_results_of_their_own(data, tmp_
 def test_a_missing_checkpoint_is_refused_before_any_is_evaluated(data, tmp_path, monkeypatch):
     monkeypatch.setattr("headrace.evaluation.run.engine.run", lambda *_: pytest.fail("the first was evaluated"))
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match="'no/such/place' is not a local folder"):
+    sentence = "'no/such/place' is not a local folder and cannot be loaded from the Hub: expected"
+    with pytest.raises(InputError, match=sentence):
         evaluate([str(tmp_path), "no/such/place"], EvaluationPlan("piqa", data=str(data)), MACHINE, tmp_path / "out")
 
 
