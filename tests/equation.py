@@ -122,16 +122,20 @@ def by_literal(arguments, cu_seqlens=None, **settings):
     return torch.cat(outs, 1), torch.cat(states)
 
 
+def weighted_gradients(results, given, dtype=torch.float32):
+    """The gradients to what is given of all numbers of the results, each times a random weight. The weights are the
+    same at every call, and have no more digits than `dtype`: results in this and in wider precisions have the same."""
+    draw = torch.Generator().manual_seed(0)
+    weights = [torch.randn(y.shape, generator=draw, dtype=torch.float64).to(dtype).to(y) for y in results]
+    return torch.autograd.grad(results, given, weights)
+
+
 def assert_same(arguments, way=CHUNKWISE, cu_seqlens=None, check=True, **settings):
     """Outputs, final states and every gradient of linear_attention against the literal loop."""
     rounded = {name: x.to(way.dtype) for name, x in arguments.items()}
     actual = linear_attention(**rounded, cu_seqlens=cu_seqlens, check=check, **way.settings, **settings)
     expected = by_literal({name: x.double() for name, x in rounded.items()}, cu_seqlens, **settings)
-    weights = [torch.randn_like(x) for x in expected]
-    gradients = [
-        torch.autograd.grad(sum((x * w).sum() for x, w in zip(pair, weights, strict=True)), list(arguments.values()))
-        for pair in (actual, expected)
-    ]
+    gradients = [weighted_gradients(pair, list(arguments.values())) for pair in (actual, expected)]
     for x, y in zip(actual, expected, strict=True):
         assert relative(x, y) <= way.tolerance
     for name, g, e in zip(arguments, *gradients, strict=True):
@@ -161,9 +165,8 @@ def assert_gradients_keep_their_digits(arguments, settings, **options):
         (by_literal, torch.float64), (by_literal, torch.float32), (partial(linear_attention, **settings), torch.float32)
     ):  # fmt: skip
         x = leaves(given, dtype)
-        pair, generator = op(x, **options) if op is by_literal else op(**x, **options), torch.Generator()
-        weights = [torch.randn(x.shape, generator=generator.manual_seed(0)).to(dtype) for x in pair]
-        results.append(torch.autograd.grad(pair, list(x.values()), weights))
+        pair = op(x, **options) if op is by_literal else op(**x, **options)
+        results.append(weighted_gradients(pair, list(x.values())))
     for name, *grads in zip(given, *results, strict=True):
         exact, *others = (columns(name, x) for x in grads)
         kept, lost = (((x - exact).norm(dim=0) / exact.norm(dim=0)).max().item() for x in others)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 import tiny
 from attention_layers import randomized
+from equation import weighted_gradients
 from headrace import Mixer, layers, linear_attention, zoo
 from headrace.extra import chunks, dplr, gla_outer, rwkv7
 from headrace.layers.base import Carried
@@ -86,11 +87,8 @@ def test_chunkwise_equals_the_recurrence_at_any_decay(monkeypatch, module, opera
     x = operands(scale)
     *ours, start = chunkwise(module, x)
     theirs = literally(module, x, start)
-    weights = [torch.randn_like(y) for y in theirs]
-    loss = lambda results: sum((y * w).sum() for y, w in zip(results, weights, strict=True))  # noqa: E731
-    expected = torch.autograd.grad(loss(theirs), x)
-    for mine, their in zip([*ours, *torch.autograd.grad(loss(ours), x)], [*theirs, *expected], strict=True):
-        assert relative(mine, their) <= 1e-12
+    found, expected = ((*results, *weighted_gradients(results, x)) for results in (ours, theirs))
+    assert all(relative(mine, their) <= 1e-12 for mine, their in zip(found, expected, strict=True))
     single = type(x)(*(y.detach().float() for y in x))
     out, final = chunks.chunkwise(module.form, single, Sequences(single.q, None), start.float())
     assert relative(out, theirs[0]) <= 2e-6

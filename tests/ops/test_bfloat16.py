@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from equation import DECAYS, detached, inputs, skip_if_missing
+from equation import DECAYS, detached, inputs, skip_if_missing, weighted_gradients
 from headrace import linear_attention
 from headrace.ops.backends.native import library as native
 from headrace.ops.reference import literal
@@ -35,9 +35,7 @@ def computed(op, arguments, rule):
     """Output, state, and gradients of a weighted sum of both, by name."""
     arguments = {name: x.detach().clone().requires_grad_() for name, x in arguments.items()}
     pair = op(**arguments, rule=rule)
-    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).bfloat16() for y in pair]
-    loss = sum((y * w.to(y.dtype)).sum() for y, w in zip(pair, weights, strict=True))
-    gradients = torch.autograd.grad(loss, list(arguments.values()))
+    gradients = weighted_gradients(pair, list(arguments.values()), torch.bfloat16)
     return dict(zip(("out", "state", *arguments), (*pair, *gradients), strict=True))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fresh
-from equation import DECAYS, KINDS, NATIVE, B, H, T, assert_same, detached, inputs, leaves, of_kind
+from equation import DECAYS, KINDS, NATIVE, B, H, T, assert_same, detached, inputs, leaves, of_kind, weighted_gradients
 from headrace import InputError, backends, linear_attention, step
 from headrace.ops.backends.native import layer, structs
 from headrace.ops.backends.native import library as native
@@ -26,10 +26,8 @@ pytestmark = pytest.mark.usefixtures("native")
 def called(arguments, **settings):
     """(out, state, gradients by name) of a weighted sum."""
     result = linear_attention(**arguments, backend="native", **settings)
-    names = [name for name, x in arguments.items() if x.requires_grad]
-    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)) for x in result]
-    loss = sum((x.float() * w).sum() for x, w in zip(result, weights, strict=True))
-    return *result, dict(zip(names, torch.autograd.grad(loss, [arguments[name] for name in names]), strict=True))
+    given = {name: x for name, x in arguments.items() if x.requires_grad}
+    return *result, dict(zip(given, weighted_gradients(result, list(given.values())), strict=True))
 
 
 @pytest.mark.parametrize("decay", DECAYS)

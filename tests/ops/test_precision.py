@@ -17,6 +17,7 @@ from equation import (
     of_kind,
     prepare,
     skip_if_missing,
+    weighted_gradients,
 )
 from headrace import linear_attention
 from headrace.extra.residual import ResidualDelta
@@ -49,9 +50,7 @@ def differentiated(op, arguments, dtype, rule, **settings):
     """(output and state, the gradients of a weighted sum of them)"""
     given = leaves(arguments, dtype)
     pair = op(**given, rule=rule, **settings)
-    weights = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(dtype) for x in pair]
-    loss = sum((x * w).sum() for x, w in zip(pair, weights, strict=True))
-    return pair, torch.autograd.grad(loss, list(given.values()))
+    return pair, weighted_gradients(pair, list(given.values()))
 
 
 def long_inputs(tokens=2048, heads=2, key=32, value=16, beta=1.0):
@@ -198,10 +197,8 @@ def test_bfloat16_is_rounded_once(decay, kind):
     def computed(dtype, **way):
         x = leaves(detached(drawn, torch.bfloat16), dtype)
         pair = linear_attention(**x, **settings, **way)
-        generator = torch.Generator().manual_seed(0)
-        weights = [torch.randn(y.shape, generator=generator).bfloat16().to(y.dtype) for y in pair]
-        loss = sum((y * w).sum() for y, w in zip(pair, weights, strict=True))
-        return dict(zip(("out", *x), (pair[0], *torch.autograd.grad(loss, list(x.values()))), strict=True))
+        gradients = weighted_gradients(pair, list(x.values()), torch.bfloat16)
+        return dict(zip(("out", *x), (pair[0], *gradients), strict=True))
 
     expected = computed(torch.float64, backend="torch")
     for way, (backend, form) in ONCE.items():

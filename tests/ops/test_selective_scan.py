@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from equation import selective_literally
+from equation import selective_literally, weighted_gradients
 from headrace import InputError, layers, zoo
 from headrace.extra import native_scan as scan
 from headrace.extra.selective_scan import Operands
@@ -30,9 +30,7 @@ def bounds(lengths):
 
 def with_gradients(function, x, lengths):
     results = function(x, lengths)
-    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y) for y in results]
-    loss = sum((y * w).sum() for y, w in zip(results, weights, strict=True))
-    return *results, *torch.autograd.grad(loss, x)
+    return *results, *weighted_gradients(results, x)
 
 
 @pytest.mark.parametrize(
