@@ -61,6 +61,13 @@ def run(code, *arguments, folder=".", before="", **environment):
     return subprocess.CompletedProcess(code, ended, *texts)
 
 
+def output(code, *arguments, **how):
+    """What such a process prints, which must end with code 0."""
+    done = run(code, *arguments, **how)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def _asked(process, job):
     print(json.dumps(job), file=process.stdin, flush=True)
     return int(process.stdout.readline())

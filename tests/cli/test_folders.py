@@ -58,9 +58,7 @@ def folder(tmp_path_factory):
 
 
 def in_a_fresh_process(code, folder, cache, before):
-    done = fresh.run(code, str(folder), before=before, HF_HUB_OFFLINE="1", HF_MODULES_CACHE=str(cache))
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    return fresh.output(code, str(folder), before=before, HF_HUB_OFFLINE="1", HF_MODULES_CACHE=str(cache))
 
 
 # Each way in a process of its own, forked from one that has imported torch and what the way imports first; headrace is

@@ -57,9 +57,8 @@ for name in ("zoo", "backends", "recipes"):
 def test_every_module_imports_without_posix(tmp_path):
     for package in ("lm_eval", "onnx", "onnxscript", "gguf", "starlette"):
         pytest.importorskip(package)
-    done = fresh.run(PROGRAM, folder=tmp_path, before=fresh.TRANSFORMERS)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) > 200
+    said = fresh.output(PROGRAM, folder=tmp_path, before=fresh.TRANSFORMERS)
+    assert len(said.splitlines()) > 200
 
 
 def test_preparation_works_with_spawned_workers(tmp_path, monkeypatch):

@@ -57,6 +57,7 @@ def test_a_row_has_the_machine_that_made_it():
     assert [row["processor"] for row in leaderboard.of_results(results)] == ["second", "second"]
 
 
+@pytest.mark.slow(seconds=15)
 def test_a_newcomer_gets_its_row_beside_those_of_others_by_one_command(tiny, folder, succeeds):  # noqa: F811
     today, board = leaderboard.definition(leaderboard.defined("tiny")["parity"]), Path("board.csv")
     others = [made("retnet", 0, 0.75, today, by_length={32: 0.75, 128: 0.5}), made("retnet", 0, 0.5, comparison="text")]

@@ -254,8 +254,7 @@ def test_workers_know_the_functions_of_a_module_that_was_run_by_its_name(tmp_pat
         "if __name__ == '__main__': distribute(twice, [(21,)], ['cuda:0'], lambda i, news: print(news))\n"
     )
     module = "import runpy; runpy.run_module('named', run_name='__main__', alter_sys=True)"
-    done = fresh.run(module, folder=tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.stdout == "42\n", done.stderr
+    assert fresh.output(module, folder=tmp_path, PYTHONPATH=str(tmp_path)) == "42\n"
 
 
 def test_a_checkpoint_that_a_run_does_not_have_is_not_asked_of_the_hub(tmp_path, monkeypatch):

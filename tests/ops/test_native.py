@@ -183,8 +183,7 @@ assert torch.full((400_000,), 1e-40).mul(1.0).count_nonzero() == 400_000
 @pytest.mark.parametrize("first", [FIRST_REGION, FIRST_PROGRAM], ids=["op", "program"])
 def test_pytorchs_threads_keep_denormals(first):
     """Also threads that a native call begins, of the op or of a model's token, in a new process."""
-    done = fresh.run(first, before=fresh.TRANSFORMERS if "headrace.hf" in first else "")
-    assert done.returncode == 0, done.stderr
+    fresh.output(first, before=fresh.TRANSFORMERS if "headrace.hf" in first else "")
 
 
 def test_short_calls_do_not_wait_for_long_ones():
@@ -220,9 +219,7 @@ before = mebibytes("VmSize")
 run(2048, 16)
 print(mebibytes("VmPeak") - before, mebibytes("VmSize") - before)
 """
-    result = fresh.run(script)
-    assert result.returncode == 0, result.stderr
-    peak, left = map(float, result.stdout.split())
+    peak, left = map(float, fresh.output(script).split())
     assert peak < 10 * 16 and left < 3 * 16
 
 
@@ -299,7 +296,7 @@ def test_nan_reaches_no_earlier_token(dtype, decay, rule):
 ISAS = ["avx512", "avx2", "portable"]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(seconds=25)
 def test_every_instruction_set_gives_the_same_results():
     """Of calls, and of a layer's tokens. Less than the machine has can be asked for, once in a process: in three,
     forked before the library is loaded."""
@@ -332,15 +329,14 @@ for mixer in ("linear-attention", "retnet", "softmax-mamba2", "softmax-gla", "rw
     assert relative(token_by_token(made, x, 2)[0], expected) <= MAX_ERROR_RATIO * relative(made(x)[0], expected), mixer
 print(native.instructions)
 """
-    result = fresh.run(script, *ISAS, folder=Path(__file__).parents[1], before=fresh.TRANSFORMERS)
-    assert result.returncode == 0, result.stderr
-    for isa, found in zip(ISAS, result.stdout.split(), strict=True):
+    said = fresh.output(script, *ISAS, folder=Path(__file__).parents[1], before=fresh.TRANSFORMERS)
+    for isa, found in zip(ISAS, said.split(), strict=True):
         assert found in (isa, "avx2", "portable")  # the machine may have less
 
 
 def test_an_empty_limit_of_the_instruction_set_is_none():
     script = "from headrace.ops.backends.native import library; print(library.instructions)"
-    best, empty = (fresh.run(script, HEADRACE_ISA=isa).stdout for isa in ("avx512bf16", ""))
+    best, empty = (fresh.output(script, HEADRACE_ISA=isa) for isa in ("avx512bf16", ""))
     assert empty == best != ""
 
 
