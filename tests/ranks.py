@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from equation import inputs
 from groups import refused
 from headrace import context_parallel, layers, linear_attention
 from headrace.hf.cache import HeadraceCache
@@ -20,11 +21,11 @@ T, H, K, V = 32, 4, 6, 5
 # four processes.
 BOUNDS = [0, 3, 3, 8, 15, 27, 32]
 OPS = {
-    "none": {}, "fixed": {"decay": [H]}, "scalar": {"decay": [1, T, H]}, "vector": {"decay": [1, T, H, K]},
-    "bonus": {"decay": [1, T, H, K], "bonus": True}, "normalize": {"normalize": True, "decay": [1, T, H]},
-    "delta": {"rule": "delta"}, "gated delta": {"rule": "delta", "decay": [1, T, H]},
-    "kda": {"rule": "delta", "decay": [1, T, H, K]}, "grouped": {"decay": [1, T, H, K], "queries": 2 * H},
-    "grouped delta": {"rule": "delta", "decay": [1, T, H], "queries": 2 * H},
+    "none": {}, "fixed": {"decay": "fixed"}, "scalar": {"decay": "scalar"}, "vector": {"decay": "vector"},
+    "bonus": {"decay": "vector", "bonus": True}, "normalize": {"decay": "scalar", "normalize": True},
+    "delta": {"rule": "delta"}, "gated delta": {"rule": "delta", "decay": "scalar"},
+    "kda": {"rule": "delta", "decay": "vector"}, "grouped": {"decay": "vector", "groups": H, "queries": 2},
+    "grouped delta": {"rule": "delta", "decay": "scalar", "groups": H, "queries": 2},
 }  # fmt: skip
 
 
@@ -44,34 +45,18 @@ def check(names):
     return results | {"refused": refusals(), "bytes": sent()}
 
 
-def op_error(packed, decay=None, queries=None, **options):
+def op_error(packed, rule="add", **options):
     torch.manual_seed(0)
     rows, wide = (1, len(BOUNDS) - 1) if packed else (2, 2)
-    bonus, normalize = options.pop("bonus", False), options.get("normalize", False)
-    x = {
-        "q": torch.rand(rows, T, queries or H // 2, K),
-        "k": F.normalize(torch.rand(rows, T, H if queries else H // 2, K), dim=-1),
-        "v": torch.randn(rows, T, H, V), "beta": torch.rand(rows, T, H),
-        "read_gate": 2 * torch.rand(rows, T, queries or H), "write_gate": 2 * torch.rand(rows, T, H),
-        "initial_state": torch.rand(wide, H, K, V + normalize),
-    }  # fmt: skip
-    if decay is not None:
-        x["log_decay"] = -torch.rand(*([rows, *decay[1:]] if len(decay) > 1 else decay))
-    if bonus:
-        x["bonus"] = torch.randn(H, K)
-    x = {name: y.double() for name, y in x.items()}
-    ends = torch.tensor(BOUNDS) if packed else None
-
-    def call(x):
-        return linear_attention(**x, cu_seqlens=ends, **options)
-
-    whole = {name: y.clone().requires_grad_() for name, y in x.items()}
-    out, final = call(whole)
+    sizes = {"rows": rows, "tokens": T, "heads": H, "groups": H // 2, "key": K, "value": V, "n": wide}
+    whole, ends = inputs(**sizes | options), torch.tensor(BOUNDS) if packed else None
+    call = partial(linear_attention, rule=rule, normalize="normalize" in options, cu_seqlens=ends)
+    out, final = call(**whole)
     weight, weight_final = torch.randn_like(out), torch.randn_like(final)
     with context_parallel() as part:
         last = part.rank == part.size - 1
-        mine = {name: cut(part, y).clone().requires_grad_() for name, y in x.items()}
-        got, state = call(mine)
+        mine = {name: cut(part, y).detach().clone().requires_grad_() for name, y in whole.items()}
+        got, state = call(**mine)
         of_state = 0 * state.sum() if packed else (state * weight_final).sum() * last
         ((got * part.split(weight)).sum() + of_state).backward()
         ((out * weight).sum() + (0 if packed else (final * weight_final).sum())).backward()
