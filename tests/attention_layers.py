@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from headrace import layers, zoo
@@ -21,6 +22,11 @@ def randomized(module, std=0.3):
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=std)
     return module.eval()
+
+
+def heads(layer, x, names="qkv"):
+    """What the layer's input projection makes of x, each [B, T, H, ·], by these names."""
+    return (F.linear(x, layer.part(name)).unflatten(-1, (layer.H, -1)) for name in names)
 
 
 def agree(ours, theirs, x, tolerance, parameters=()):

@@ -17,9 +17,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     l2norm,
 )
 
+from attention_layers import D, H, heads
 from peers import load
-
-D, H = 32, 4
 
 
 def rwkv6():
@@ -56,10 +55,6 @@ def rwkv6():
 
 
 # --- composed of foreign parts: (our layer, for its weights; x) -> y -------------------------------------------------
-
-
-def heads(layer, x, names="qkv"):
-    return (F.linear(x, layer.part(name)).unflatten(-1, (layer.H, -1)) for name in names)
 
 
 def gated_norm(layer, out, x):

@@ -4,21 +4,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention_layers import agree, randomized
-from headrace import layers, zoo
+from attention_layers import D, H, agree, heads, layer, randomized
+from headrace import zoo
 from headrace.layers.linear.features import FEATURE_MAPS, sum_norm
 from headrace.verification.verify import relative
 from tiny import covering
 
-D, H, T = 32, 4, 50
+T = 50
 
 
 def build(name):
-    return randomized(layers.build(zoo.get(name), hidden_size=D, num_heads=H).double())
-
-
-def heads(mixer, x, names="qkv"):
-    return (F.linear(x, mixer.part(name)).unflatten(-1, (H, -1)) for name in names)
+    return randomized(layer(name))
 
 
 # --- xPos ------------------------------------------------------------------------------------------------------------
@@ -200,7 +196,7 @@ def test_joint_gate_has_the_declared_rank(rank):
 def test_joint_gate_starts_as_the_backbone(name):
     def start(name):
         torch.manual_seed(0)
-        return layers.build(zoo.get(name), hidden_size=D, num_heads=H).double()
+        return layer(name)
 
     plain, joint = start(name), start(f"softmax-{name}(competition.memories_per_head=3)")
     shared = plain.state_dict()
