@@ -3,13 +3,13 @@
 Dimensions: B batch, T tokens, D hidden size, N sequences (B, or those of a pack).
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Cache, DynamicCache, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as SHIFTED
@@ -148,40 +148,36 @@ class HeadraceModel(HeadracePreTrainedModel):
         check_tensor(*(("input_ids", input_ids) if inputs_embeds is None else ("inputs_embeds", inputs_embeds)))
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shape = x.shape
-        cache = self._borrowed(given, attention_mask, shape[1]) if isinstance(given, DynamicCache) else given
-        seen = 0 if cache is None else cache.columns
-        x, mask, pack = arranged(x, attention_mask, cu_seqlens, position_ids, seq_idx, seen)
-        if cache is not None:
-            cache.check_sequences(x.shape[0] if pack is None else pack.count)
-        wished = cache is not None or (self.config.use_cache and not self.training)
-        use_cache = wished if use_cache is None else use_cache
-        cache = HeadraceCache() if use_cache and cache is None else cache
+        cache = self._own(given, attention_mask, shape[1])
+        x, mask, pack = arranged(x, attention_mask, cu_seqlens, position_ids, seq_idx, cache.columns)
+        cache.check_sequences(x.shape[0] if pack is None else pack.count)
+        wished = given is not None or (self.config.use_cache and not self.training)
+        use_cache = bool(wished if use_cache is None else use_cache)
         every = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
         mapped = self.config.output_attentions if output_attentions is None else output_attentions
-        if cache is not None and (mapped or pack is not None):
+        if mapped or pack is not None:
             self.read_pending(cache)
-        whole = cache is None or torch.is_grad_enabled() or torch.compiler.is_compiling()  # or no state is overwritten
-        with asking([]) if mapped else nullcontext() as maps, nullcontext() if whole else cache.overwritten():  # type: ignore[union-attr]
-            if cache is None or pack is not None:
-                outputs = self._read_alone(cache, x, mask, pack, bool(use_cache), every)
-            else:
-                outputs = self._continue(cache, x, mask, input_ids, bool(use_cache), every)
+        ids = input_ids if pack is None else PACKED
+        with asking([]) if mapped else nullcontext() as maps, _restoring(cache):
+            outputs = self._continue(cache, x, mask, pack, ids, use_cache, every)
         # A view would not be the tensor that the next block reads, and would have no gradient.
         *_, last = hidden = tuple(each if each.shape == shape else each.view(shape) for each in outputs)
-        results: dict[str, Any] = {CACHE: None}
-        if use_cache and cache is not None:
-            if isinstance(given, DynamicCache):
-                write_dynamic(given, cache.states or [])
-            results[CACHE] = cache if given is None else given
+        if use_cache and isinstance(given, DynamicCache):
+            write_dynamic(given, cache.states or [])
+        results: dict[str, Any] = {CACHE: None if not use_cache else cache if given is None else given}
         results |= {"hidden_states": hidden if every else None, "attentions": None if maps is None else tuple(maps)}
         return BaseModelOutputWithPast(last_hidden_state=last, **results)
 
-    def _borrowed(self, given: DynamicCache, attention_mask: Tensor | None, T: int) -> HeadraceCache:
-        """Returns a cache with the keys and values of a DynamicCache, which the model writes back."""
-        if attention_mask is not None:
-            check_tensor("attention_mask", attention_mask)
+    def _own(self, given: Cache | None, attention_mask: Tensor | None, T: int) -> HeadraceCache:
+        """Returns a HeadraceCache that is given, or a new one: with the keys and values of a DynamicCache, to which the
+        model writes what follows, or for None without a token."""
+        if isinstance(given, HeadraceCache):
+            return given
         cache = HeadraceCache()
-        cache.columns, cache.states = read_dynamic(given, self, attention_mask, T)
+        if isinstance(given, DynamicCache):
+            if attention_mask is not None:
+                check_tensor("attention_mask", attention_mask)
+            cache.columns, cache.states = read_dynamic(given, self, attention_mask, T)
         return cache
 
     def read_pending(self, cache: HeadraceCache) -> None:
@@ -189,13 +185,16 @@ class HeadraceModel(HeadracePreTrainedModel):
         needs the states before it."""
         if cache.pending:
             nothing = cache.pending_ids()[0][:, :0]
-            with nullcontext() if torch.is_grad_enabled() or torch.compiler.is_compiling() else cache.overwritten():
-                self._continue(cache, self.embed_tokens(nothing), None, nothing, True, False)
+            with _restoring(cache):
+                self._continue(cache, self.embed_tokens(nothing), None, None, nothing, True, False)
 
     def _continue(
-        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, ids: Tensor | None, use_cache: bool, every: bool
-    ) -> list[Tensor]:
-        """Reads pending tokens and x [B, T, D], whose ids are known or None, and returns `_read`'s outputs for x."""
+        self, cache: HeadraceCache, x: Tensor, mask: Tensor | None, pack: Sequences | None, ids: Tensor | str | None,
+        use_cache: bool, every: bool,
+    ) -> list[Tensor]:  # fmt: skip
+        """Reads pending tokens, after which there is no pack, and x [B, T, D], and returns `_read`'s outputs for x.
+
+        ids: as in `HeadraceCache.advance`."""
         pending, both, masks = cache.pending, x, mask
         if pending:
             earlier, padded = cache.pending_ids()
@@ -203,22 +202,12 @@ class HeadraceModel(HeadracePreTrainedModel):
             if mask is not None or padded is not None:
                 parts = zip((earlier, x), (padded, mask), strict=True)
                 masks = torch.cat([y.new_ones(y.shape[:2], dtype=torch.bool) if m is None else m for y, m in parts], 1)
-        outputs, states = self._read(both, cache.covered_states, masks, None, use_cache, every)
+        outputs, states = self._read(both, cache.covered_states, masks, pack, use_cache, every)
         if use_cache:
             cache.replace(states, x.shape[1], ids, mask, self.backbone.state_counts)
             if masks is not None and self.packs_keys:
                 cache.forget_places()
         return [y[:, pending:] for y in outputs] if pending else outputs
-
-    def _read_alone(
-        self, cache: HeadraceCache | None, x: Tensor, mask: Tensor | None, pack: Sequences | None, use_cache: bool,
-        every: bool,
-    ) -> list[Tensor]:  # fmt: skip
-        """Reads a pack, or tokens without a cache, and returns `_read`'s outputs. No token is pending."""
-        outputs, states = self._read(x, None if cache is None else cache.states, mask, pack, use_cache, every)
-        if use_cache and cache is not None:
-            cache.replace(states, x.shape[1], PACKED, counts=self.backbone.state_counts)
-        return outputs
 
     @property
     def packs_keys(self) -> bool:
@@ -247,6 +236,11 @@ class HeadraceModel(HeadracePreTrainedModel):
         if use_cache and last.requires_grad and block.training and how.get("use_reentrant"):
             refuse_gradient(states)
         return [*(inputs or ()), last], states
+
+
+def _restoring(cache: HeadraceCache) -> AbstractContextManager[None]:
+    """`cache.overwritten`, unless no state is overwritten: with gradients, and in a graph."""
+    return nullcontext() if torch.is_grad_enabled() or torch.compiler.is_compiling() else cache.overwritten()
 
 
 class HeadraceForCausalLM(HeadracePreTrainedModel, HeadraceGenerationMixin):

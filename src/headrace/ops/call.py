@@ -76,16 +76,10 @@ class Call(NamedTuple):
         return self._replace(**repeated)
 
     def with_tokens(self) -> "Call":
-        """Adds the token dimension to the tensors of a call of `step`, [B, ·] -> [B, 1, ·]."""
-        q, k, v, log_decay, beta, write_gate, read_gate, *rest = self
-        return Call(
-            q.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), _one_row(log_decay), _one_row(beta), _one_row(write_gate),
-            _one_row(read_gate), *rest,  # type: ignore[arg-type]
-        )  # fmt: skip
-
-
-def _one_row(x: Tensor | None) -> Tensor | None:
-    return x if x is None or x.dim() == 1 else x.unsqueeze(1)
+        """Adds the token dimension to the tensors of a call of `step`, [B, ·] -> [B, 1, ·], but to a fixed decay."""
+        given = {name: x for name in TOKENWISE if (x := getattr(self, name)) is not None and x.dim() > 1}
+        tensors: dict[str, Any] = {name: x.unsqueeze(1) for name, x in given.items()}
+        return self._replace(**tensors)
 
 
 TYPES: dict[Any, str] = {

@@ -5,7 +5,7 @@ Dimensions: B batch, T tokens, H heads, V value dimension per head.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -85,14 +85,14 @@ class ReadGate(Stage):
     """The read gate of head competition, after the norm of a head, which would cancel it."""
 
     kinds = ()
-    norms: tuple[str, ...] = HEAD_NORMS
+    after_norm: ClassVar[bool] = True
 
     @classmethod
     def applies(cls, spec: Any) -> bool:
         gate = spec.competition
         reads = gate is not None and gate.read != "none" and not gates_query(spec)
         single = spec.read.norm == "rms-groups" and spec.heads.qk_groups in (None, spec.heads.count)  # a head per group
-        return reads and (single or spec.read.norm in HEAD_NORMS) == (cls.norms is HEAD_NORMS)
+        return reads and (single or spec.read.norm in HEAD_NORMS) == cls.after_norm
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.out = t.out * t.read[..., None].to(t.out.dtype)
@@ -101,7 +101,7 @@ class ReadGate(Stage):
 class ReadGateFirst(ReadGate):
     """The read gate of head competition, before a norm over several heads, or none."""
 
-    norms = ()
+    after_norm = False
 
 
 class Gate(Stage):
