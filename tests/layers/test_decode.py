@@ -8,6 +8,7 @@ import torch
 
 from equation import MAX_ERROR_RATIO
 from headrace import linear_attention, zoo
+from headrace.layers.linear.token import find_program
 from headrace.ops.backends.native import layer as native_layer
 from headrace.ops.backends.native import library as native
 from headrace.verification.verify import relative
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("native")
 
 
 def refusal(made, x):
-    return made.token_program(x)[1]
+    return find_program(made, x)[1]
 
 
 def in_float64(made, mixer, x, **sizes):

@@ -10,6 +10,7 @@ from torch import nn
 import tiny
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from headrace import InputError, Mixer, quantize
+from headrace.layers.linear.token import find_program
 from headrace.layers.quantized import FEW, QuantizedLinear
 from headrace.ops.backends.native import library as native
 from headrace.verification.verify import relative
@@ -202,7 +203,7 @@ def test_decays_and_gates_are_not_quantized(mixer):
     layer = Mixer(mixer, hidden_size=32, num_heads=4)
     integer = {name for name, module in quantize(layer).named_modules() if isinstance(module, QuantizedLinear)}
     assert integer == {"in_proj", "o_proj"}
-    assert layer.token_program(torch.randn(2, 1, 32))[1] is None
+    assert find_program(layer, torch.randn(2, 1, 32))[1] is None
 
 
 @torch.no_grad()

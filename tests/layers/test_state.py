@@ -12,6 +12,7 @@ from equation import MAX_ERROR_RATIO, skip_if_missing
 from groups import begin, forked
 from headrace import zoo
 from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+from headrace.layers.linear.token import find_program
 from headrace.spec import MixerSpec
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
@@ -131,7 +132,7 @@ def test_padding_and_packing_do_not_write_into_the_state(name):
 def test_token_is_decoded_into_the_same_memory(name):
     skip_if_missing("native")
     made, x = layer(name), torch.randn(3, 12, D)
-    if (reason := made.token_program(x[:, :1])[1]) is not None:
+    if (reason := find_program(made, x[:, :1])[1]) is not None:
         pytest.skip(reason)
     state = made(x[:, :6])[1]
     kept = [y.data_ptr() for y in state if y is not None]
@@ -247,7 +248,7 @@ def test_replaced_weights_are_used():
     made.norm_weight = torch.nn.Parameter(torch.stack([weight, weight], 1)[:, 0])  # not contiguous: in separate steps
     assert relative(made(x[:, 7:], copy.deepcopy(state), in_place=True)[0], expected) < 1e-5
     made.norm_weight = torch.nn.Parameter(weight.to("meta"))
-    assert "norm_weight is on meta" in made.token_program(x[:, 7:])[1]
+    assert "norm_weight is on meta" in find_program(made, x[:, 7:])[1]
     made.norm_weight = weight
     for other in (copy.deepcopy(made), copy.copy(made)):
         other.norm_eps = 10.0

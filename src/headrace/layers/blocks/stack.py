@@ -69,6 +69,8 @@ def sinusoidal(positions: Tensor, width: int, theta: float = 10000.0) -> Tensor:
 class Backbone(nn.Module):
     """A stack of blocks with positions and a final norm: a language model without embedding and head."""
 
+    layers: Any  # blocks
+
     def __init__(self, layers: Sequence[Layer | Spec], sizes: Sizes, block: type[Block] = Block):
         super().__init__()
         blocks = [block(layer, sizes, i, len(layers)) for i, layer in enumerate(layers)]
@@ -121,7 +123,7 @@ class Backbone(nn.Module):
         embedded, beside, shared, carried = x, None, cycle(self.shared_blocks), Carried()
         how: dict[str, Any] = {"in_place": in_place}
         memories = memories or [None] * len(self.layers)
-        for layer, own_count, memory in zip(self.layers, self.counts, memories, strict=True):
+        for layer, memory in zip(self.layers, memories, strict=True):
             if self.before_layer is not None:
                 self.before_layer()
             if inputs is not None:
@@ -131,7 +133,7 @@ class Backbone(nn.Module):
                 own = UserList([next(before)])
                 beside = next(shared)(x, embedded, layer.adapters, own, **where, **how, next_states=new)
                 after += new.data
-            own, new = UserList(islice(before, own_count)), UserList()  # a compiled block takes an empty one
+            own, new = UserList(islice(before, layer.states)), UserList()  # a compiled block takes an empty one
             x = layer(x, own, beside, **where, memory=memory, carried=carried, **how, next_states=new)
             after += new.data
         return self.norm(x), after
@@ -152,14 +154,9 @@ class Backbone(nn.Module):
         return y, states  # type: ignore[return-value]
 
     @property
-    def counts(self) -> list[int]:
-        """Number of states of each layer without that of the shared block."""
-        return [layer.states for layer in self.layers]  # type: ignore[misc]
-
-    @property
     def state_counts(self) -> list[int]:
         """Number of states of each layer, with that of the shared block if the layer uses it."""
-        return [count + (layer.link is not None) for count, layer in zip(self.counts, self.layers, strict=True)]
+        return [layer.states + (layer.link is not None) for layer in self.layers]
 
     @property
     def shared_blocks(self) -> list[nn.Module]:
@@ -176,7 +173,7 @@ class Backbone(nn.Module):
     def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
         """Returns the keys and values of the other sequence [B, L, D] for the cross-attention of each block. mask
         [B, L]: False marks padding."""
-        return [layer.cross.remember(other, mask) for layer in self.layers]  # type: ignore[operator, union-attr]
+        return [layer.cross.remember(other, mask) for layer in self.layers]
 
 
 @torch.no_grad()

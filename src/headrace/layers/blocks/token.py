@@ -44,16 +44,14 @@ def add_backbone(program: Program, backbone: Backbone, x: int, D: int) -> None:
             raise UnsupportedError(f"the model has {name}={type(getattr(backbone, name)).__name__}")
     if type(backbone.embedding_norm) is not nn.Identity:
         add_norm(program, backbone, "embedding_norm", x, x)
-    place = 0
-    for (name, _), states in zip(backbone.layers.named_children(), backbone.counts, strict=True):
-        add_block(program, program.module(backbone.layers, name, backbone.block_class), x, D, place)
-        place += states
+    for name, _ in backbone.layers.named_children():
+        add_block(program, program.module(backbone.layers, name, backbone.block_class), x, D)
     if type(backbone.norm) is not nn.Identity:
         add_norm(program, backbone, "norm", x, x)
 
 
-def add_block(program: Program, block: Any, x: int, D: int, place: int) -> None:
-    """Adds a block D wide: x = block(x). place: index of its first state."""
+def add_block(program: Program, block: Any, x: int, D: int) -> None:
+    """Adds a block D wide: x = block(x)."""
     if not isinstance(block, Block) or block.link is not None or block.cross is not None:
         kind = type(block).__name__
         raise UnsupportedError(f"it supports neither shared blocks nor cross-attention; the block is {kind}")
@@ -71,7 +69,7 @@ def add_block(program: Program, block: Any, x: int, D: int, place: int) -> None:
     for i, name in enumerate(["mixer"] if block.parallel is None else ["mixer", "parallel"]):
         mixer = program.module(block, name, *filter(token_of, [type(getattr(block, name))]))
         add_token: Any = token_of(type(mixer))
-        add_token(program, mixer, read, into, place + i, add=into == x or i > 0)
+        add_token(program, mixer, read, into, len(program.kinds), add=into == x or i > 0)
         program.kinds.append(mixer.state_kind)
     _end_branch(program, block, "mixer", x, branch)
     if block.mlp is not None:

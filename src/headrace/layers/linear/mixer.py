@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...ops.attention import linear_attention
 from ...ops.backends.base import HasBackend
-from ...ops.backends.native.bound import Bound, ProgramOf
+from ...ops.backends.native.bound import ProgramOf
 from ...ops.dispatch import default_backend
 from ...ops.sequences import Sequences
 from ...spec.linear import MixerSpec
@@ -28,7 +28,7 @@ from .project import Heads, Positions, Project, ValueMap
 from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadGateFirst, Skip
 from .recur import Recur, StepSize, Strength, WeightSum
 from .stage import Plugged, Stage, Tokens
-from .token import MixerState, find_program, mixer_program, run_mixer, token_of
+from .token import MixerState, find_program, mixer_program, run_mixer
 
 MEMORIES = "competition.memories_per_head"
 
@@ -144,18 +144,12 @@ class LinearMixer(Mixer, HasBackend):
         return t.out, self.state_kind(**t.next | after)
 
     def run_in_place(self, x: Tensor, state: MixerState) -> tuple[Tensor, MixerState]:
-        program, _ = self.token_program(x)
-        if program is not None:
-            return run_mixer(program, self, x, state)
+        program, _ = find_program(self, x)
+        if program is not None and (y := run_mixer(program, self, x, state)) is not None:
+            return y, state
         sequences = Sequences(x, None)
         state = self.checked(x, state, sequences)
-        return self.run(x, state, sequences, in_place=may_write(state))
-
-    def token_program(self, x: Tensor) -> tuple[Bound | None, str | None]:
-        """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
-        if token_of(type(self)) is None:
-            return None, f"the mixer is a {type(self).__name__}"
-        return find_program(self, x)
+        return self.run(x, state, sequences, in_place=program is None and may_write(state))
 
     @property
     def stages(self) -> tuple[Stage, ...]:

@@ -18,7 +18,6 @@ from ...ops.call import NORMALIZER_EPS, like
 from ...ops.derivatives import has_address
 from ...spec.linear import Competition
 from ...utils.tables import Table
-from ..base import check_state
 from ..quantized import QuantizedLinear
 
 
@@ -56,6 +55,8 @@ def mixer_program(program: Program, mixer: Any) -> None:
 
 def find_program(mixer: Any, x: Tensor) -> tuple[Bound | None, str | None]:
     """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
+    if token_of(type(mixer)) is None:
+        return None, f"the mixer is a {type(mixer).__name__}"
     if torch.compiler.is_compiling():
         return None, "a graph is traced"
     if x.dim() != 3 or not len(x) or x.shape[1] != 1 or x.shape[2] != mixer.hidden_size:
@@ -69,23 +70,20 @@ def find_program(mixer: Any, x: Tensor) -> tuple[Bound | None, str | None]:
     return program, reason
 
 
-def run_mixer(program: Bound, mixer: Any, x: Tensor, state: Any) -> tuple[Tensor, Any]:
-    """Runs the program of `mixer_program`: x [B, 1, D], state -> (y [B, 1, D], state). Updates the state in place, or a
-    copy if autograd needs a tensor of it, or if one has another dtype or is not contiguous.
+def run_mixer(program: Bound, mixer: Any, x: Tensor, state: Any) -> Tensor | None:
+    """Runs the program of `mixer_program`: x [B, 1, D] -> y [B, 1, D], and updates the state in place. Returns None,
+    and does nothing, for a state that cannot be: one of another mixer or number of sequences, with a tensor that
+    autograd needs, of another dtype, or not contiguous.
 
-    Raises InputError for a state of another mixer or batch size, and for one that shares memory."""
-    kind, known = mixer.state_kind, len(program.program.states)
-    same = isinstance(state, kind) and sum(each is not None for each in state) == known
-    ready = program.take([state], len(x)) if same else None
+    Raises InputError for a state that shares memory."""
+    known = isinstance(state, mixer.state_kind)
+    known = known and sum(each is not None for each in state) == len(program.program.states)
+    ready = program.take([state], len(x)) if known else None
     if ready is None:
-        check_state(state, kind, mixer.state_shapes, x, len(x))
-        if (ready := program.take([state], len(x))) is None:
-            (state,) = program.copies([state])
-            ready = program.take([state], len(x))
-    assert ready is not None
+        return None
     y = like(x)
     ready.run({0: x.contiguous(), len(program.program.operations) - 1: y})
-    return y, state
+    return y
 
 
 def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: bool = False) -> None:
@@ -124,7 +122,7 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     weights = {WEIGHTS[path]: (mixer, path) for path in paths}
     if len(weights) < len(paths):
         raise UnsupportedError("it has one bias, and the decay has two")
-    layer = program.layer(fields, weights, place)
+    layer = program.layer(fields, weights, mixer.state_shapes, place)
     start = projected = program.columns(sum(parts.values()))
     if mixer.shift is None:
         add_linear(program, mixer, "in_proj", x, projected)

@@ -117,15 +117,6 @@ class Bound:
             parts[place][field] = torch.zeros(rows, *expected.shape, dtype=dtype, device="cpu")
         return [kind(**given) for kind, given in zip(self.program.kinds, parts, strict=True)]
 
-    def copies(self, states: Sequence[Any]) -> list[Any]:
-        """Returns copies of states that can be updated in place. The states must have the right shapes."""
-        changed = list(states)
-        for (i, field), dtype in zip(self.program.state_places, self.state_dtypes, strict=True):
-            x = getattr(states[i], field)
-            copy = x.new_empty(x.shape, dtype=dtype).copy_(x)
-            changed[i] = changed[i]._replace(**{field: copy})
-        return changed
-
     def _check_apart(self, states: list[Tensor], places: list[int]) -> None:
         """Raises InputError if a state shares memory with another tensor."""
         given = (self.weights, self.places, self.program.weights), (states, places, self.program.states)

@@ -11,35 +11,26 @@ from ...call import NORMALIZER_EPS, TOKENWISE, Call, accumulator, gated
 from ...checks import sequence_ends
 
 
-def step(call: Call, in_place: bool) -> tuple[Tensor, Tensor]:
+def step(call: Call, in_place: bool = False) -> tuple[Tensor, Tensor]:
     """Computes one token. The tensors of the call have no token dimension."""
-    return _step(*call[:3], call.initial_state, *call[3:7], *_settings(call))
+    with without_autocast(call.v):  # the state is float32 or float64 by definition
+        return _update(call)
 
 
-def _settings(call: Call) -> tuple[Tensor | None, bool, bool, float]:
-    return call.bonus, call.delta, call.normalize, call.scale
-
-
-def _step(q, k, v, state, *rest):
-    with without_autocast(v):  # the state is float32 or float64 by definition
-        return _update(q, k, v, state, *rest)
-
-
-def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta, normalize, scale):
-    acc, H = accumulator(v), v.shape[1]
-    q, k, target = (x.to(acc) for x in (q, k, v))
-    rest = (state, log_decay, beta, write_gate, read_gate, bonus)
-    state, log_decay, beta, write_gate, read_gate, bonus = (x if x is None else x.to(acc) for x in rest)
+def _update(call: Call) -> tuple[Tensor, Tensor]:
+    acc, H = accumulator(call.v), call.v.shape[1]
+    tensors: Any = (x if x is None else x.to(acc) for x in call.tensors)
+    q, k, target, log_decay, beta, write_gate, read_gate, before, bonus = tensors
     q, k = (x.repeat_interleave(H // x.shape[1], 1) if x.shape[1] < H else x for x in (q, k))
-    q = (q * scale).unflatten(1, (H, -1))  # [B, H, queries of each state, K]
-    if normalize:
+    q = (q * call.scale).unflatten(1, (H, -1))  # [B, H, queries of each state, K]
+    if call.normalize:
         target = torch.cat([target, torch.ones_like(target[..., :1])], -1)
     target = gated(target, write_gate)
-    before = S = k.new_zeros(*k.shape, target.shape[-1]) if state is None else state.to(acc)
+    before = S = k.new_zeros(*k.shape, target.shape[-1]) if before is None else before
     if log_decay is not None:
         decay = log_decay.exp()
         S = S * (decay[..., None] if decay.dim() == 3 else decay[..., None, None])
-    if delta:
+    if call.delta:
         target = target - torch.matmul(k[:, :, None], S).squeeze(2)
     target = gated(target, beta)
     S = torch.addcmul(S, k[..., None], target[:, :, None])
@@ -48,16 +39,16 @@ def _update(q, k, v, state, log_decay, beta, write_gate, read_gate, bonus, delta
     else:
         out = torch.matmul(q, before) + torch.matmul(q, (bonus * k)[..., None]) * target[:, :, None]
     out = out.flatten(1, 2)
-    if normalize:
+    if call.normalize:
         out = out[..., :-1] / (out[..., -1:] + NORMALIZER_EPS)
-    return gated(out, read_gate).to(v.dtype), S
+    return gated(out, read_gate).to(call.v.dtype), S
 
 
 def recurrent(call: Call) -> tuple[Tensor, Tensor]:
     """Runs `step` in a loop over the tokens."""
     if call.cu_seqlens is not None:
         return _each_sequence(call)
-    T, settings = call.v.shape[1], _settings(call)
+    T = call.v.shape[1]
 
     def columns(x: Tensor | None):
         # unbind instead of indexing, because the gradient of x[:, t] is as large as x.
@@ -65,8 +56,8 @@ def recurrent(call: Call) -> tuple[Tensor, Tensor]:
 
     state, acc, out = call.initial_state, accumulator(call.v), []
     state = call.v.new_zeros(call.state_shape, dtype=acc) if state is None else state.to(acc)
-    for q, k, v, *rest in zip(*(columns(x) for x in call[:7]), strict=True):
-        o, state = _step(q, k, v, state, *rest, *settings)
+    for tensors in zip(*(columns(getattr(call, name)) for name in TOKENWISE), strict=True):
+        o, state = step(call._replace(**dict(zip(TOKENWISE, tensors, strict=True)), initial_state=state))
         out.append(o)
     return torch.stack(out, 1) if out else call.v.new_empty(call.out_shape), state
 
