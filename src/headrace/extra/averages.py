@@ -28,8 +28,6 @@ def seen(mixer: Any, t: Tokens) -> Tensor:
 class ValueGate(Stage):
     """A sigmoid gate of v, one number per head, with a bias (arXiv 2507.23632, appendix E)."""
 
-    field = "inputs.value_gate"
-
     def build(self, mixer: Any) -> None:
         mixer.value_gate = GateLogits("sigmoid-head", mixer.H, mixer.V)
         mixer.parts["value_gate"] = mixer.value_gate.in_features
@@ -41,8 +39,6 @@ class ValueGate(Stage):
 
 class OverLength(Stage):
     """v / n^σ(c), with the number n of tokens that the token sees and a parameter c per head."""
-
-    field = "inputs.by_length"
 
     def build(self, mixer: Any) -> None:
         mixer.power = nn.Parameter(torch.empty(mixer.H))
@@ -57,17 +53,12 @@ class OverLength(Stage):
 class DivideDetached(Stage):
     """Divides what is read by the sum of weights, at least 1, without a gradient."""
 
-    field = "read.norm"
-    values = ("detached",)
-
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.out = t.out[..., :-1] / t.out[..., -1:].clamp(min=1).detach()
 
 
 class DivideByLength(Stage):
     """Divides what is read by the number of tokens that the token sees."""
-
-    field = "read.by_length"
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.out = t.out.to(accumulator(t.out)) / seen(mixer, t)[..., None, None]

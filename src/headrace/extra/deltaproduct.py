@@ -41,8 +41,6 @@ def as_tokens(x: dict[str, Any], n: int) -> dict[str, Any]:
 class Keys(Stage):
     """Divides the keys of a token, [B, T, Hq, n K] -> [B, T, Hq n, K]."""
 
-    field = "write.steps"
-
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.k = t.k.unflatten(-1, (mixer.spec.write.steps, -1)).flatten(2, 3)
 
@@ -50,7 +48,6 @@ class Keys(Stage):
 class RecurInSteps(Recur):
     """The recurrence of n steps per token."""
 
-    field = "write.steps"
     native = Stage.native
 
     def mixed(self, mixer: Any, mix: Callable[..., tuple[Any, ...]], t: Tokens) -> tuple[Any, ...]:

@@ -71,9 +71,6 @@ class GeneralDelta(RecurrenceModule):
 class WriteGate(Stage):
     """A sigmoid gate of v, one number per channel, where β is one per key channel (arXiv 2605.22791)."""
 
-    field = "write.erase"
-    values = ("channel",)
-
     def build(self, mixer: Any) -> None:
         mixer.parts["write"] = mixer.H * mixer.V
 
@@ -84,7 +81,7 @@ class WriteGate(Stage):
 class Erase(ModuleRecur):
     """The recurrence of a rule that erases by another vector."""
 
-    field, name = "write.erase", "general"
+    name = "general"
 
     @property
     def static_shapes(self) -> bool:

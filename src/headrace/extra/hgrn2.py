@@ -10,9 +10,6 @@ from ..layers.linear.stage import STAGES, Stage, Tokens
 class ComplementKey(Stage):
     """HGRN2's key, 1 − the decay (arXiv 2404.07904, section 3.2)."""
 
-    field = "inputs.key"
-    values = ("complement",)
-
     def build(self, mixer: Any) -> None:
         del mixer.parts["k"]
 

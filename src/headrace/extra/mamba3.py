@@ -138,9 +138,6 @@ def trapezoid(
 class NormWithBias(Stage):
     """The norm of q and k with a weight and a bias."""
 
-    field = "inputs.qk_norm"
-    values = ("rms-bias",)
-
     def build(self, mixer: Any) -> None:
         mixer.qk_norm = BiasedNorm(mixer.H, mixer.spec.features(mixer.K))
 
@@ -151,7 +148,7 @@ class NormWithBias(Stage):
 class Turn(Stage):
     """Rotates q and k by angles of the token."""
 
-    field, splits = "inputs.turns", False
+    splits = False
 
     def build(self, mixer: Any) -> None:
         mixer.parts["turns"] = mixer.spec.angles(mixer.K)
@@ -164,8 +161,6 @@ class Turn(Stage):
 class Trapezoid(Recur):
     """The recurrence of the trapezoidal update."""
 
-    field = "write.beta"
-    values = ("trapezoid",)
     native = Stage.native
 
     def build(self, mixer: Any) -> None:

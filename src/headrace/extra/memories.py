@@ -53,8 +53,6 @@ class MemoryChoice(Gate):
 class Memories(Stage):
     """Chooses among the memories of a head, and repeats the head's tensors, but its values, once per memory."""
 
-    field = "competition.memories_per_head"
-
     def build(self, mixer: Any) -> None:
         mixer.choice = MemoryChoice(mixer.spec.memories_per_head, mixer.H, mixer.K)
 
@@ -69,8 +67,6 @@ class Memories(Stage):
 class MemoriesOfValues(Stage):
     """Repeats a head's values once per memory."""
 
-    field = Memories.field
-
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.v = t.v.repeat_interleave(mixer.spec.memories_per_head, 2)
 
@@ -78,16 +74,12 @@ class MemoriesOfValues(Stage):
 class SumOfMemories(Stage):
     """Sums what the memories of a head give."""
 
-    field = Memories.field
-
     def __call__(self, mixer: Any, t: Tokens) -> None:
         t.out = t.out.unflatten(2, (mixer.H, -1)).sum(3)
 
 
 class Freeze(Stage):
     """Keeps a memory whose write gate is 0 from decaying."""
-
-    field = "competition.freeze"
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         if t.log_decay is None:
@@ -105,7 +97,7 @@ def rules(spec: MixerSpec) -> Iterator[tuple[bool, str]]:
     )
 
 
-RULES[Memories.field] = rules
+RULES["competition.memories_per_head"] = rules
 
 
 STAGES.update({

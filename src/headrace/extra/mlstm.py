@@ -34,8 +34,7 @@ from .scan import NAME, scan_packed_, tropical_
 class ExponentialGate(Stage):
     """log_decay and β of the stabilized memory."""
 
-    field, splits = "write.beta", False
-    values = ("exp",)
+    splits = False
 
     def build(self, mixer: Any) -> None:
         mixer.parts["beta"] = mixer.H
@@ -46,9 +45,6 @@ class ExponentialGate(Stage):
 
 class DivideByWeights(Stage):
     """Divides what is read by max(|q · n|, e^−m), given q · n as its last column."""
-
-    field = "write.beta"
-    values = ("exp",)
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         least = torch.exp(-t.peaks).clamp(min=torch.finfo(t.peaks.dtype).tiny ** 0.5)  # no gradient is infinite

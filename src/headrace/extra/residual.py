@@ -126,7 +126,7 @@ class ResidualDelta(SelfInitialized, Recurrence):
 class Residual(ModuleRecur):
     """The recurrence with this β."""
 
-    field, name = "write.residual_chunk", "residual"
+    name = "residual"
     static_shapes = False  # the lengths of the sequences lay out its chunks
 
     def build(self, mixer: Any) -> None:

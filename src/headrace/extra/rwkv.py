@@ -76,7 +76,6 @@ class TokenShift(StaticShift):
         self.up.uniform_(-0.01, 0.01)
 
     def forward(self, x: Tensor, before: Tensor) -> dict[str, Tensor]:
-        """Returns a mix [B, T, D] for each stream. before [B, T, D]: the token before each token of x [B, T, D]."""
         change = before - x
         low = torch.tanh((x + change * self.base) @ self.down).unflatten(-1, (len(self.STREAMS), -1))
         weights = self.offset + torch.einsum("btsr,srd->btsd", low, self.up)
@@ -111,8 +110,6 @@ SHIFTS = {"lerp": StaticShift, "ddlerp": TokenShift}
 
 class Shift(Stage):
     """The input of each part of the projection: a mix of each token with the one before."""
-
-    field = "inputs.shift"
 
     def build(self, mixer: Any) -> None:
         mixer.shift = SHIFTS[mixer.spec.inputs.shift](mixer.hidden_size, mixer.depth, mixer.height)

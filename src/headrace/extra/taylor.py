@@ -76,8 +76,6 @@ def rebuild(mixer: Any, *_: Any) -> None:
 class Taylor(Stage):
     """The features of q and k, which have the factor of the logits."""
 
-    field = "inputs.order"
-
     def build(self, mixer: Any) -> None:
         mixer.features = TaylorFeatures(mixer.spec.features(mixer.K), mixer.spec.inputs.order)
         mixer.register_load_state_dict_post_hook(rebuild)

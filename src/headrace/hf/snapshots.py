@@ -27,10 +27,6 @@ class Snapshot(NamedTuple):
     states: list[Any]  # copies; for softmax attention, whether there is a mask
     temporary: bool = False  # whether the next temporary snapshot takes its place
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.nbytes for s in self.states if isinstance(s, tuple) for x in s if isinstance(x, Tensor))
-
     def restored(self, states: list[Any], removed: int) -> list[Any]:
         """Returns the states at the column. states: those `removed` columns later, which are overwritten."""
         pairs = zip(self.states, states, strict=True)
@@ -79,7 +75,7 @@ class Snapshots:
     @property
     def nbytes(self) -> int:
         """Bytes that the snapshots need in addition to the states of the cache."""
-        return sum(each.nbytes for each in self.taken)
+        return sum(x.nbytes for each in self.taken for x in tensors([s for s in each.states if isinstance(s, tuple)]))
 
     def take(self, column: int, states: list[Any], temporary: bool) -> None:
         """Adds a snapshot of the states at the last column."""

@@ -204,7 +204,6 @@ class AttentionSpec(SoftmaxSpec):
         yield turned, f"rope.kind={self.rope.kind!r} with a pattern is not available; expected pattern=None"
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns the key and value dimensions per head. Raises InputError for sizes that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(hidden_size, num_heads)
         d = self.head_dim or divided(hidden_size, H)

@@ -277,7 +277,6 @@ class MixerSpec(Spec):
         return (V + self.sums) * self.matrices
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(hidden_size, num_heads)
         V = width_per_head("heads.expand_v", self.heads.expand_v, hidden_size, H)

@@ -68,7 +68,6 @@ class MatrixSpec(Spec):
         return heads_of_width(self.count, self.width, self.expand_v * hidden_size, default)
 
     def head_dims(self, hidden_size: int, num_heads: int) -> tuple[int, int]:
-        """Returns (K, V), the key and value dimensions per head. Raises InputError for widths that do not divide."""
         require_positive(hidden_size=hidden_size, num_heads=num_heads)
         H = self.num_heads(hidden_size, num_heads)
         K = width_per_head("expand_k", self.expand_k, hidden_size, H)

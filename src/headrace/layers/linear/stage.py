@@ -66,7 +66,7 @@ class Stage:
     """A step of a linear mixer. It has no data: its modules and parameters are the mixer's, under the names that
     checkpoints have, and it reads and writes the fields of `Tokens`."""
 
-    field: ClassVar[str] = ""  # of the spec, which asks for the stage; "": every mixer has it
+    field: str = ""  # of the spec, which asks for the stage; "": every mixer has it
     values: ClassVar[tuple[Any, ...]] = ()  # of the field; (): all but its default
     kinds: ClassVar[tuple[str, ...] | None] = None  # of the native layer, to which the field's value is given
     splits: ClassVar[bool] = True  # whether `context_parallel` can split the tokens over processes
@@ -105,7 +105,7 @@ STAGES: Table[type[Stage]] = Table("stages")  # that plug-ins have, by name
 
 @dataclass(frozen=True)
 class Plugged:
-    """The place of a stage that a plug-in has, which is imported for a spec that asks for it."""
+    """The place of a stage that a plug-in has, which is imported for a spec that asks for it by a field."""
 
     name: str  # in STAGES
     field: str  # of the spec, as in `Stage`
@@ -115,7 +115,9 @@ class Plugged:
         return asked_for(spec, self.field, self.values)
 
     def __call__(self) -> Stage:
-        return STAGES[self.name]()
+        stage = STAGES[self.name]()
+        stage.field = self.field  # which is written here alone
+        return stage
 
 
 def refuse_changes(spec: Any, *names: str) -> None:
