@@ -16,7 +16,7 @@ from ..spec.record import require_bools
 from ..utils.errors import InputError, did_you_mean
 from .backends.base import OPERATIONS
 from .backends.torch.step import recurrent
-from .call import Call, accumulator
+from .call import TOKENWISE, Call, accumulator
 from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes, check_values, require
 from .dispatch import BACKENDS, choose, refuse_recurrent, unavailable
 from .parallel.context import ShardBoundaries, current, over_processes
@@ -28,8 +28,6 @@ PARALLEL_LIMIT = 4 * 2**30  # bytes of T×T scores that form="parallel" may hold
 
 Form = Literal["chunkwise", "recurrent", "parallel"]
 Rule = Literal["add", "delta"]
-# The tensors of a call besides q, k and v, in the order of `_checked`.
-OPTIONS = "log_decay", "beta", "write_gate", "read_gate", "initial_state", "cu_seqlens", "bonus"
 
 
 def linear_attention(
@@ -105,22 +103,24 @@ def linear_attention(
         one state per group in all backends.
     """
     part, borders = current(), None
-    options = {
-        "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate,
-        "initial_state": initial_state, "cu_seqlens": as_bounds(cu_seqlens), "bonus": bonus,
-    }  # fmt: skip
+    call = Call(
+        q, k, v, log_decay, beta, write_gate, read_gate, initial_state, bonus, as_bounds(cu_seqlens),
+        chunk_size=chunk_size, normalize=normalize,
+    )  # fmt: skip
     check_form(form, chunk_size, check)
-    call = _checked(q, k, v, options, rule, normalize, scale, chunk_size, ("B", "T"))
+    call = _checked(call, rule, scale, ("B", "T"))
     if part is not None:
         require(form == "chunkwise", f"form={form!r} under context_parallel; expected form='chunkwise'")
         borders = ShardBoundaries(part, call.cu_seqlens, v)
-        options["cu_seqlens"], call = borders.cu_seqlens, call._replace(cu_seqlens=borders.cu_seqlens)
+        call = call._replace(cu_seqlens=borders.cu_seqlens)
     if check:
-        check_values(q, k, v, options, rule, normalize)
+        check_values(call)
     if form == "parallel":
         call = call._replace(chunk_size=_one_chunk(call))
     if form == "recurrent":
-        return _token_by_token(call, backend)
+        refuse_recurrent(backend)
+        out, state = recurrent(call.wide())  # wide: gradients of tensors that all tokens share are sums over tokens
+        return out.to(v.dtype), state
     kernel = choose("linear_attention", backend, call)
     run = kernel.run if "queries" in kernel.extras else partial(per_query, run=kernel.run)
     if borders is not None:
@@ -131,29 +131,12 @@ def linear_attention(
     return with_bonus(call, run) if bonus is not None and "bonus" not in extras else run(call)
 
 
-def _checked(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalize: bool,
-    scale: float | None, chunk_size: int | None, axes: tuple[str, ...],
-) -> Call:  # fmt: skip
-    """Checks the arguments of `linear_attention` or `step` and returns their call. options: in the order of Call's
-    fields, then the bonus."""
-    check_rule(rule, options["bonus"], normalize)
+def _checked(call: Call, rule: str, scale: float | None, axes: tuple[str, ...]) -> Call:
+    """Checks a call of `linear_attention` or `step`, and returns it with its rule and scale."""
+    check_rule(rule, call.bonus, call.normalize)
     check_scale(scale)
-    check_shapes(q, k, v, options, normalize, axes)
-    log_decay, beta, write_gate, read_gate, state, cu_seqlens, bonus = options.values()
-    scale = k.shape[-1] ** -0.5 if scale is None else float(scale)
-    return Call(
-        q, k, v, log_decay, beta, write_gate, read_gate, state, bonus, cu_seqlens, rule == "delta", scale, chunk_size,
-        normalize=normalize,
-    )  # fmt: skip
-
-
-def _token_by_token(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Computes the recurrent form."""
-    refuse_recurrent(backend)
-    # In the accumulator's precision, because gradients of tensors shared by all tokens are summed over tokens.
-    out, state = recurrent(call.wide())
-    return out.to(call.v.dtype), state
+    check_shapes(call, axes)
+    return call._replace(delta=rule == "delta", scale=call.k.shape[-1] ** -0.5 if scale is None else float(scale))
 
 
 def _one_chunk(call: Call) -> int:
@@ -203,9 +186,9 @@ def backends(
 def _backend_of(q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any]) -> str:
     """Returns the name of the backend that computes a call of `linear_attention`."""
     check_form(given["form"], given["chunk_size"], given["check"])
-    options = {name: given[name] for name in OPTIONS} | {"cu_seqlens": as_bounds(given["cu_seqlens"])}
-    settings = {name: given[name] for name in ("rule", "normalize", "scale", "chunk_size")}
-    call = _checked(q, k, v, options, **settings, axes=("B", "T"))
+    fields = {name: x for name, x in given.items() if name in Call._fields}
+    call = Call(q, k, v, **fields | {"scale": 1.0, "cu_seqlens": as_bounds(given["cu_seqlens"])})
+    call = _checked(call, given["rule"], given["scale"], ("B", "T"))
     if given["form"] == "recurrent":
         refuse_recurrent(given["backend"])
         return "torch"
@@ -264,15 +247,11 @@ def step(
     key = signature((*tensors, bonus, state, out), settings)
     if key and (prepared := TABLE.get(key)) is not None:  # a graph that reads the table is compiled anew as it grows
         return prepared(tensors, state if in_place else None, state, out, scale)
-    options = {
-        "log_decay": log_decay, "beta": beta, "write_gate": write_gate, "read_gate": read_gate, "state": state,
-        "cu_seqlens": None, "bonus": bonus,
-    }  # fmt: skip
     require_bools(in_place=in_place)
-    call = _checked(q, k, v, options, rule, normalize, scale, None, ("B",))
+    call = _checked(Call(*tensors, state, bonus, normalize=normalize), rule, scale, ("B",))
     written = state if in_place else None
     if written is not None or out is not None:
-        check_written(written, out, {"q": q, "k": k, "v": v, **options})
+        check_written(written, out, dict(zip((*TOKENWISE, "state", "bonus"), call.tensors, strict=True)))
     kernel = choose("step", backend, call)
     prepared = kernel.prepare(call) if key and kernel.prepare is not None else None
     if prepared is not None:

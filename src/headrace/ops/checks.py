@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..spec.record import require_bools, require_name, require_positive
 from ..utils.errors import InputError, require, require_each, shown
+from .call import Call
 
 INTEGERS = (  # dtypes of cu_seqlens
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64
@@ -18,19 +19,16 @@ LARGEST = torch.finfo(torch.float32).max
 # The checks of shapes run for every decoded token, so they format a message only when they raise it.
 
 
-def check_shapes(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], normalize: bool, axes: tuple[str, ...]
-) -> None:
+def check_shapes(call: Call, axes: tuple[str, ...]) -> None:
     """Checks the shapes, dtypes and devices of the tensors of `linear_attention` or `step`.
 
     Args:
-        options: the optional tensors by name.
-        normalize: whether the state has the normalizer as one more column.
         axes: names of the dimensions before the heads: ("B", "T"), or ("B",) for `step`.
 
     Raises:
         InputError: for a tensor that does not fit.
     """
+    q, k, v, *_ = call
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_input(name, x, q, axes)
     *lead, H, V = v.shape
@@ -38,15 +36,15 @@ def check_shapes(
     if before != lead:
         raise InputError(f"k has shape {list(k.shape)}; expected [{', '.join(axes)}] = {lead}, as in v")
     readers = _check_heads(q, k, H)
-    state = ((check_sequences(options.get("cu_seqlens"), v, "v"), H, K, V + (1 if normalize else 0)),)
+    state = ((check_sequences(call.cu_seqlens, v, "v"), H, K, V + (1 if call.normalize else 0)),)
     decay = ((H,), (*lead, H), (*lead, H, K))
     expected = {
-        "log_decay": decay, "bonus": ((H, K),), "initial_state": state, "state": state,
-        "read_gate": ((*lead, readers),),
+        "log_decay": decay, "bonus": ((H, K),), "initial_state": state, "read_gate": ((*lead, readers),),
     }  # fmt: skip
-    for name, given in options.items():
-        if given is not None and name != "cu_seqlens":
-            _check_option(name, given, expected.get(name, ((*lead, H),)), q)
+    renamed = {"initial_state": "state"} if len(axes) == 1 else {}
+    for name, given in zip(Call._fields[3:], call.tensors[3:], strict=False):
+        if given is not None:
+            _check_option(renamed.get(name, name), given, expected.get(name, ((*lead, H),)), q)
 
 
 def _check_heads(q: Tensor, k: Tensor, H: int) -> int:
@@ -169,14 +167,11 @@ def check_rule(rule: str, bonus: Tensor | None, normalize: bool) -> None:
         raise InputError("bonus with normalize=True is not defined; expected bonus=None or normalize=False")
 
 
-def check_values(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Tensor | None], rule: str, normalize: bool
-) -> None:
+def check_values(call: Call) -> None:
     """Raises InputError for values outside the domain of `linear_attention`: NaN, infinities, log_decay > 0, β < 0, a
     diverging delta rule, negative features under normalize, cu_seqlens that do not ascend from 0 to T."""
-    tensors = {"q": q, "k": k, "v": v, **{name: x for name, x in options.items() if x is not None}}
-    tensors = {name: x.detach() for name, x in tensors.items() if x.numel()}  # nothing is the largest of no numbers
-    cu_seqlens = tensors.pop("cu_seqlens", None)
+    given = {name: x for name, x in zip(Call._fields, call.tensors, strict=False) if x is not None}
+    tensors = {name: x.detach() for name, x in given.items() if x.numel()}  # nothing is the largest of no numbers
     for name, x in tensors.items():
         require(not bool(x.isnan().any()), f"{name} contains NaN; expected finite numbers")
         require(bool(x.isfinite().all()), f"{name} contains an infinity; expected finite numbers")
@@ -185,12 +180,12 @@ def check_values(
         require(bool((log_decay <= 0).all()), f"log_decay reaches {log_decay.max():.4g}; expected values ≤ 0")
     if beta is not None:
         require(bool((beta >= 0).all()), f"beta reaches {beta.min():.4g}; expected values ≥ 0")
-    if rule == "delta" and "k" in tensors:
-        norms = tensors["k"].float().square().sum(-1).repeat_interleave(v.shape[2] // k.shape[2], 2)
+    if call.delta and "k" in tensors:
+        norms = tensors["k"].float().square().sum(-1).repeat_interleave(call.v.shape[2] // call.k.shape[2], 2)
         strength = float((norms if beta is None else norms * beta).max())
         require(strength <= 2 * (1 + 1e-5), f"β‖k‖² reaches {strength:.4g}; expected ≤ 2, else rule='delta' diverges")
-    for name in ("q", "k") if normalize and "k" in tensors else ():
+    for name in ("q", "k") if call.normalize and "k" in tensors else ():
         least = float(tensors[name].min())
         require(least >= 0, f"{name} reaches {least:.4g} with normalize=True; expected values ≥ 0")
-    if cu_seqlens is not None:
-        sequence_ends(cu_seqlens, v.shape[1])
+    if call.cu_seqlens is not None:
+        sequence_ends(call.cu_seqlens, call.v.shape[1])
