@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ..layers.attention.attention import SoftmaxAttention
 from ..layers.linear.token import TOKENS
-from ..layers.rotary import Angles
 from ..spec.mixer import Facts
 from ..spec.record import PositiveFloat, PositiveInt
 from ..spec.serialize import TYPES
@@ -54,15 +53,11 @@ class GrowingAttention(SoftmaxAttention):
         return Turn(*super()._angles(positions, lengths), 1 + self.spec.growth * torch.log1p(periods))
 
     def _query(self, x: Tensor, sequences: Any, turn: Any = None, projections: Any = None) -> Tensor:
-        q = super()._query(x, sequences, _angles_of(turn), projections)
+        q = super()._query(x, sequences, turn and turn[:2], projections)
         return q if turn is None else q * turn.factor.to(q.dtype).to(q.device)
 
     def _key_value(self, x: Tensor, sequences: Any, turn: Any = None, projections: Any = None) -> tuple[Tensor, Tensor]:
-        return super()._key_value(x, sequences, _angles_of(turn), projections)
-
-
-def _angles_of(turn: Turn | None) -> Angles | None:
-    return None if turn is None else (turn.cos, turn.sin)
+        return super()._key_value(x, sequences, turn and turn[:2], projections)
 
 
 TYPES["growing"] = GrowingSpec

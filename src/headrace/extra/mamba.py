@@ -106,9 +106,8 @@ KINDS["mamba"] = ScanKind(
         "headrace.extra.mamba.Mamba",
         Update("e^(A dt)", "dt u", "e^(A dt), per number"),
         flops=6,  # dt A: 1; e^(dt A) h + (dt u) B: 3; C h: 2
-        requires=frozenset({"state_size", "conv"}),
     ),
-    ("expand", "rank", "norm", "eps", "conv_bias", "bias"),
+    ("state_size", "conv", "expand", "rank", "norm", "eps", "conv_bias", "bias"),
 )
 MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
 register_mixer(

@@ -12,7 +12,7 @@ from ..spec.serialize import TYPES, from_json, to_json
 from ..spec.stack import Decoder
 from ..utils import plugins
 from ..utils.errors import InputError, reading
-from ..zoo.entry import Entry
+from ..zoo.mixers import Entry
 from .module import module_spec
 
 NAME = re.compile(r"(?!softmax-|recurrent-|all$)[a-z0-9]+([._-][a-z0-9]+)*")

@@ -92,9 +92,8 @@ KINDS["rg-lru"] = ScanKind(
         "headrace.extra.rg_lru.RGLRU",
         Update("a", "√(1 − a²) i u", "a, per channel"),
         flops=6,  # a h + √(1 − a²) (i u): 2 + 2; 1 − a²: 2
-        requires=frozenset({"conv"}),
     ),
-    ("expand", "conv_bias", "bias"),
+    ("conv", "expand", "conv_bias", "bias"),
 )
 register_mixer(
     "rg-lru",

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.derivatives import apply_function, first_order, refuse_transforms
+from ..ops.derivatives import apply_function, first_order
 from ..ops.sequences import Sequences, avoid_sync
 
 NAME = "a scan over time"
@@ -161,7 +161,6 @@ def elementwise(a: Tensor, b: Tensor, memory: Tensor | None, sequences: Sequence
     if a.shape[1] == 1 and not sequences.packed:
         h = a * memory + b
         return h, h
-    refuse_transforms(NAME)
     whole = Pack(sequences.counts(), a.device).tile(0, a.shape[0] * a.shape[1])
     _, h = packed_scan(a.flatten(0, 1), b.flatten(0, 1), memory[:, 0], whole)
     return h.view_as(a), memory.index_copy(0, whole.ended, h[whole.last, None])

@@ -47,9 +47,8 @@ KINDS["short-conv"] = ScanKind(
         "headrace.extra.short_conv.ShortConv",
         Update("shift by one token", "B u", "the last inputs"),
         flops=2,  # w x, + it: of the inputs that are remembered
-        requires=frozenset({"conv"}),
     ),
-    ("conv_bias", "bias"),
+    ("conv", "conv_bias", "bias"),
 )
 register_mixer(
     "short-conv",

@@ -6,7 +6,7 @@ from ..spec.mixer import Facts, Update
 from ..spec.serialize import TYPES
 from ..spec.stack import BlockStyle
 from ..zoo import register
-from ..zoo.entry import Entry
+from ..zoo.mixers import Entry
 from .specs.encoder_decoder import Alignment, RecurrentSpec
 from .specs.softmax_rnn import SoftmaxRNNSpec
 from .specs.stack import BertSpec, TransformerSpec
@@ -22,8 +22,8 @@ KINDS.update({
             # of the two of a pair: P* x: 4; (1 + dt/2 A) x: 10; its solve by Woodbury's identity: 14; + B̄ u: 4;
             # 2 Re(C x): 4
             flops=18,
-            requires=frozenset({"state_size"}),
         ),
+        ("state_size",),
         complex=True,
     ),
     "s4d": ScanKind(
@@ -31,8 +31,8 @@ KINDS.update({
             "headrace.history.layers.s4.S4D",
             Update("Ā, diagonal", "B̄ u", "Ā, fixed"),
             flops=7,  # of the two of a pair: Ā x: 6; + B̄ u: 4; 2 Re(C x): 4
-            requires=frozenset({"state_size"}),
         ),
+        ("state_size",),
         complex=True,
     ),
     "rwkv4": ScanKind(

@@ -28,7 +28,6 @@ class Facts(NamedTuple):
     update: Update | None = None
     flops: int = 0  # operations per number of the memory and token, as `flops_per_token` counts them
     cached: bool = False  # whether the state is a cache of keys and values; the layer then has a form for encoders
-    requires: frozenset[str] = frozenset()  # fields without a default, which other kinds of the spec refuse
 
 
 class Stateful(Record):

@@ -1,7 +1,7 @@
 """The record of a linear mixer's readout."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 from .record import PositiveFloat, Record
 
@@ -30,9 +30,6 @@ class Read(Record):
     eps: PositiveFloat | None = None  # of rms, group, rms-joint and rms-groups; None: the model's; for group, RWKV's
     gate_bias: bool = True  # whether the logits of sigmoid-low-rank and sigmoid-head have a bias
     bias: bool = False  # whether the output projection has a bias
-
-    # these are now in the specs of plug-ins, and older configurations set them to null
-    former: ClassVar[tuple[str, ...]] = "levels", "ridge_steps"
 
     def _objections(self):
         yield (

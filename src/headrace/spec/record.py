@@ -10,7 +10,7 @@ from functools import cache, reduce
 from math import isfinite
 from sys import float_info
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from ..utils.errors import InputError, require, require_each, shown
 
@@ -52,8 +52,6 @@ class Kind(NamedTuple):
 
 class Record:
     """Base class of the specs. Construction raises InputError for invalid values and contradictory fields."""
-
-    former: ClassVar[tuple[str, ...]] = ()  # names of former fields, which JSON may still set to null
 
     def __post_init__(self) -> None:
         cls: Any = type(self)

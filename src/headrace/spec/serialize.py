@@ -57,8 +57,6 @@ def admitted(cls, data: dict[str, Any], where: str) -> dict[str, Any]:
     unknown fields and invalid values."""
     known, values = fields(cls), {}
     for name, value in data.items():
-        if value is None and name in cls.former:
-            continue
         require(name in known, f"{where} has no field {name!r}; expected one of {', '.join(known)}")
         path = f"{where}.{name}"
         values[name] = checked(_value(value, known[name], path), known[name], path)

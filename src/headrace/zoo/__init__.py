@@ -21,7 +21,7 @@ from ..utils import plugins
 from ..utils.errors import InputError, require, require_each
 from ..utils.tables import Table
 from . import mixers
-from .entry import Entry
+from .mixers import Entry
 
 RECURRENT = "recurrent-"  # before the name of a mixer that has another form: the linear mixer that equals it
 

@@ -2,13 +2,21 @@
 which HeadraceConfig(mixer=…) builds, stands among them."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..spec.attention import AttentionSpec, Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Competition, Heads, Inputs, MixerSpec, Read, Write
 from ..spec.stack import BlockStyle, Decoder, Layer
-from .entry import Entry
+
+
+class Entry(NamedTuple):
+    """A row of the zoo: a named mixer or model."""
+
+    about: str
+    paper: str  # address of the paper
+    spec: Any
+
 
 MAMBA2 = MixerSpec(
     # state-spaces/mamba, Mamba2: expand 2, headdim 64, d_state 128 = 4 D / heads, ngroups 1

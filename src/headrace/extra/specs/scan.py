@@ -14,7 +14,7 @@ class ScanKind(NamedTuple):
     """What a kind of scan is, besides how it is computed."""
 
     facts: Facts
-    fields: tuple[str, ...] = ()  # the fields of ScanSpec that it has, of those that `facts.requires` does not list
+    fields: tuple[str, ...] = ()  # the fields of ScanSpec that it has, of REQUIRED and OPTIONS
     gated: bool = True
     numbers: int = 1  # of the state per channel, without a state_size
     complex: bool = False  # whether two state numbers are one complex number
@@ -22,7 +22,8 @@ class ScanKind(NamedTuple):
 
 
 KINDS: Table[ScanKind] = Table("scan_kinds")  # which plug-ins have
-# Fields with a default, which not all kinds have.
+# Fields that not all kinds have: without and with a default.
+REQUIRED = "state_size", "conv"
 OPTIONS = "expand", "rank", "norm", "eps", "conv_bias", "bias"
 
 
@@ -56,17 +57,13 @@ class ScanSpec(Spec):
         return KINDS[self.kind].facts
 
     def _objections(self):
-        required = self.facts.requires
-        for name in ("state_size", "conv"):
-            value = getattr(self, name)
-            yield name in required and value is None, f"kind={self.kind!r} needs {name}; got none"
-            yield name not in required and value is not None, f"kind={self.kind!r} has no {name}; got {name}={value}"
+        for name in (*REQUIRED, *OPTIONS):
+            value, has = getattr(self, name), name in KINDS[self.kind].fields
+            yield not has and value != getattr(ScanSpec, name), f"kind={self.kind!r} has no {name}; got {name}={value}"
+            yield has and name in REQUIRED and value is None, f"kind={self.kind!r} needs {name}; got none"
         odd = KINDS[self.kind].complex and (self.state_size or 0) % 2 == 1
         yield odd, f"state_size={self.state_size}; expected a multiple of 2"
         yield self.eps is not None and not self.norm, f"eps={self.eps} is of a norm; expected norm=True or 'plain'"
-        for name in OPTIONS:
-            value, has = getattr(self, name), name in KINDS[self.kind].fields
-            yield not has and value != getattr(ScanSpec, name), f"kind={self.kind!r} has no {name}; got {name}={value}"
 
     def num_heads(self, hidden_size: int, default: int) -> int:
         """Returns 1, since the mixer has no heads."""
