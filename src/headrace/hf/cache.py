@@ -194,11 +194,6 @@ class HeadraceCache(Cache):
     def is_initialized(self) -> bool:
         return self.covered_states is not None or self.pending > 0
 
-    @property
-    def is_linear(self) -> list[bool]:
-        """Whether `generate` passes all tokens again, which it does if all layers say so."""
-        return [False]
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Returns the number of input columns that were read, pending ones included. All layers have the same."""
         return self.columns
@@ -207,6 +202,7 @@ class HeadraceCache(Cache):
         return -1
 
     max_cache_len = -1  # the earlier name of get_max_length, which PEFT reads
+    is_linear: Any = (False,)  # `generate` passes all tokens again if all layers say so
     is_croppable = True
     is_compileable = False
 

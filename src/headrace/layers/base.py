@@ -123,21 +123,13 @@ class Mixer(SelfInitialized):
     hidden_size: int | None = None  # D, set by `layers.build`
     fixed_size = True  # whether the state has one size, whatever the number of tokens
     carries = False  # whether `run` takes `carried`, what the layers below have left
-
-    @property
-    def static_shapes(self) -> bool:
-        """Whether `run` needs nothing of cu_seqlens but its shape before it computes."""
-        return False
+    static_shapes: Any = False  # whether `run` needs nothing of cu_seqlens but its shape before it computes
+    splits: Any = False  # whether `context_parallel` can split the tokens over processes
 
     @property
     def stacks(self) -> dict[str, dict[str, int]]:
         """The parameters that consist of several tensors along their rows, with the number of rows of each part."""
         return {}
-
-    @property
-    def splits(self) -> bool:
-        """Whether `context_parallel` can split the tokens over processes."""
-        return False
 
     def forward(
         self, x: Tensor, state: Any = None, *, mask: Tensor | None = None,

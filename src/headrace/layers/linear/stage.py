@@ -70,6 +70,7 @@ class Stage:
     values: ClassVar[tuple[Any, ...]] = ()  # of the field; (): all but its default
     kinds: ClassVar[tuple[str, ...] | None] = None  # of the native layer, to which the field's value is given
     splits: ClassVar[bool] = True  # whether `context_parallel` can split the tokens over processes
+    static_shapes: Any = True  # whether the stage needs nothing of cu_seqlens but its shape before it computes
 
     @classmethod
     def applies(cls, spec: Any) -> bool:
@@ -81,11 +82,6 @@ class Stage:
 
     def reset(self, mixer: Any) -> None:
         """Initializes the stage's own parameters; modules initialize theirs."""
-
-    @property
-    def static_shapes(self) -> bool:
-        """Whether the stage needs nothing of cu_seqlens but its shape before it computes."""
-        return True
 
     def native(self, mixer: Any) -> dict[str, Any]:
         """Returns the fields of the native layer that compute this stage. Raises UnsupportedError if there are none."""
