@@ -222,7 +222,7 @@ class HeadraceModel(HeadracePreTrainedModel):
         """Returns ([the inputs of all layers, if `every`, and the last output], the states)."""
         in_place = use_cache and not torch.is_grad_enabled()  # here, as a reentrant checkpoint disables grad in layers
         if in_place and not every and pack is None and wanted() is None:
-            last, states = self.backbone.prefill(x, past, mask, in_place)
+            last, states = self.backbone.prefill(x, past, mask)
             return [last], states
         inputs: list[Tensor] | None = [] if every else None
         where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}

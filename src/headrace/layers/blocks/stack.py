@@ -56,12 +56,12 @@ class Positions(nn.Module):
         return x + self.table(places.clamp(max=known - 1)), PositionState(tokens)  # padding may be after the last one
 
 
-def sinusoidal(positions: Tensor, width: int, theta: float = 10000.0) -> Tensor:
+def sinusoidal(positions: Tensor, width: int) -> Tensor:
     """Returns sinusoidal embeddings (arXiv 1706.03762, section 3.5): positions [...] -> [..., width], float32.
 
-    Channels 2i and 2i + 1 are sine and cosine of position / theta^(2i/width). Angles are float64."""
+    Channels 2i and 2i + 1 are sine and cosine of position / 10000^(2i/width). Angles are float64."""
     places = float64(positions)
-    frequency = theta ** (-torch.arange(0, width, 2, device=places.device, dtype=torch.float64) / width)
+    frequency = 10000.0 ** (-torch.arange(0, width, 2, device=places.device, dtype=torch.float64) / width)
     angle = places[..., None] * frequency
     return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :width].float().to(positions.device)
 
@@ -138,14 +138,12 @@ class Backbone(nn.Module):
             after += new.data
         return self.norm(x), after
 
-    def prefill(
-        self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None, in_place: bool = False
-    ) -> tuple[Tensor, list[Any]]:
-        """Computes `forward` without a gradient. If all layers are recurrent, it computes PIECE tokens at a time, which
-        bounds the memory for activations, but not under context_parallel, where each call is of a part of the whole
-        row. The first of several pieces leaves `states` as they are: a later one may fail."""
+    def prefill(self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None) -> tuple[Tensor, list[Any]]:
+        """Computes `forward` in place, without a gradient. If all layers are recurrent, it computes PIECE tokens at a
+        time, which bounds the memory for activations, but not under context_parallel, where each call is of a part of
+        the whole row. The first of several pieces leaves `states` as they are: a later one may fail."""
         if x.shape[1] <= PIECE or not self.recurrent or current() is not None:
-            return self(x, states, mask=mask, in_place=in_place)
+            return self(x, states, mask=mask, in_place=True)
         y = torch.empty_like(x)
         for start in range(0, x.shape[1], PIECE):
             piece = slice(start, start + PIECE)
