@@ -122,7 +122,7 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     weights = {WEIGHTS[path]: (mixer, path) for path in paths}
     if len(weights) < len(paths):
         raise UnsupportedError("it has one bias, and the decay has two")
-    layer = program.layer(fields, weights, mixer.state_shapes, place)
+    layer = program.layer(fields, weights, place)
     start = projected = program.columns(sum(parts.values()))
     if mixer.shift is None:
         add_linear(program, mixer, "in_proj", x, projected)

@@ -19,11 +19,7 @@ ABSENT: dict[str, Any] = dict.fromkeys(NONE, "none") | {
     "gate_scale": "identity", "turned": 0, "window": 0, "amplitude": 1.0, "head_eps": 0.0, "frequencies": None,
 }  # fmt: skip
 OPTIONAL = ("conv_bias", "bonus", "skip")
-# Of the fields of a mixer's state: the names in hr_layer, and the dtypes, where they are not those of the weights.
-STATES: dict[str, tuple[Any, ...]] = {
-    "memory": ("memory", torch.float32), "conv": ("conv",), "tokens": ("tokens", torch.int64),
-    "k": ("k_window", torch.float32), "v": ("v_window", torch.float32), "decay": ("decay_window", torch.float32),
-}  # fmt: skip
+STATE_DTYPES = {"tokens": torch.int64, "conv": None}  # None: that of the weights; others: float32
 KINDS = native.names("hr_kinds")  # those that a program supports, by field
 
 
@@ -60,6 +56,18 @@ def weight_shapes(fields: dict[str, Any]) -> dict[str, Shape]:
     if (norm := fields["norm"]) in ("rms", "group", "rms-joint"):
         shapes["norm_weight"] = (V,) if norm == "rms" else (H * V,)
     return shapes | ({"norm_bias": (H * V,)} if norm == "group" else {})
+
+
+def state_shapes(fields: dict[str, Any]) -> dict[str, Shape]:
+    """Returns the shapes of the state of one sequence. The first word of a name is that of the state's tensor."""
+    H, Hk, Hv, K, V, width, w = (fields[n] for n in ("H", "Hk", "Hv", "K", "V", "conv_width", "window"))
+    shapes: dict[str, Shape] = {"memory": (H, fields["F"], V + (fields["norm"] == "sum"))}
+    if width:
+        shapes["conv"] = (width - 1, _channels(fields))
+    if w:
+        shapes |= {"k_window": (w, Hk, K), "v_window": (w, Hv, V + 1)}
+        shapes |= {"decay_window": (w, H)} if fields["decay"] not in ("none", "retnet") else {}
+    return shapes | ({"tokens": ()} if w or fields["rotary"] != "none" else {})
 
 
 def _channels(fields: dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...derivatives import has_address
 from . import library as native
-from .layer import OPTIONAL, STATES, numbered, weight_shapes
+from .layer import OPTIONAL, STATE_DTYPES, numbered, state_shapes, weight_shapes
 
 NAMES = native.names("hr_operations")  # the kinds of operations, norms and activations
 
@@ -197,26 +197,25 @@ class Program:
         sizes = {"inputs": shape[1], "outputs": outputs, "first": first}
         self.add("linear", x=x, out=out, add=add, weight=weight, scale=scale, bias=bias, **sizes)
 
-    def layer(self, fields: dict[str, Any], weights: dict[str, Any], states: dict[str, Any], place: int) -> int:
+    def layer(self, fields: dict[str, Any], weights: dict[str, Any], place: int) -> int:
         """Returns the index of a layer between its projections.
 
         Args:
             fields: as in `layer.py`.
             weights: (module, path) by name.
-            states: shapes of the state of one sequence, by field.
             place: index of its state.
         """
         codes, unknown = numbered(fields)
         if unknown is not None:
             raise UnsupportedError(unknown)
-        shapes = weight_shapes(fields)
+        shapes, of_state = weight_shapes(fields), state_shapes(fields)
         if absent := [name for name in shapes if name not in weights and name not in OPTIONAL]:
             raise UnsupportedError(f"{absent[0]} is not a parameter of the mixer")
         indices = {name: self.weight(module, path, shapes[name], name=name) for name, (module, path) in weights.items()}
         state = {}
-        for field, (name, *dtypes) in STATES.items():
-            if field in states:
-                state[name] = self.state(place, field, states[field], *dtypes)
+        for name, shape in of_state.items():
+            dtype = STATE_DTYPES.get(name, torch.float32)
+            state[name] = self.state(place, name.partition("_")[0], shape, *([] if dtype is None else [dtype]))
         self.layers.append(Layer(codes, indices, state, fields["frequencies"]))
         return len(self.layers) - 1
 
