@@ -66,7 +66,7 @@ class Stage:
     """A step of a linear mixer. It has no data: its modules and parameters are the mixer's, under the names that
     checkpoints have, and it reads and writes the fields of `Tokens`."""
 
-    field: str = ""  # of the spec, which asks for the stage; "": every mixer has it
+    field: str = ""  # of the spec, which asks for the stage; "": every mixer has it. That of a plug-in is in `Plugged`
     values: ClassVar[tuple[Any, ...]] = ()  # of the field; (): all but its default
     kinds: ClassVar[tuple[str, ...] | None] = None  # of the native layer, to which the field's value is given
     splits: ClassVar[bool] = True  # whether `context_parallel` can split the tokens over processes
@@ -96,7 +96,7 @@ class Stage:
         raise TypeError(f"{type(self).__name__} does not define __call__")
 
 
-STAGES: Table[type[Stage]] = Table("stages")  # that plug-ins have, by name
+STAGES: Table[type[Stage]] = Table("stages")  # that plug-ins have, by the names in LinearMixer
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Plugged:
 
     def __call__(self) -> Stage:
         stage = STAGES[self.name]()
-        stage.field = self.field  # which is written here alone
+        stage.field = self.field
         return stage
 
 
