@@ -33,8 +33,8 @@ ATTENTION: Table[AttentionSpec] = Table("attention")
 OTHERS: Table[Spec] = Table("others")
 TABLES: dict[str, Table[Any]] = {table.name: table for table in (LINEAR, SCANS, MATRICES, ATTENTION, OTHERS)}
 MODELS: Table[ModelSpec | Decoder] = Table("models")
-PUBLISHED = mixers.PUBLISHED
-PAPERS = dict.fromkeys(PUBLISHED, "https://arxiv.org/abs/2602.01744")
+PUBLISHED: dict[str, MixerSpec] = {name: entry.spec for name, entry in mixers.PUBLISHED.items()}
+PAPERS = {name: entry.paper for name, entry in mixers.PUBLISHED.items()}
 SIGMOID = Competition(activation="sigmoid")  # as far and as steep as a softmax, without its competition
 COMPETITIONS = {"paper": mixers.PAPER, "sigmoid": SIGMOID, "default": Competition(), "none": None}
 

@@ -155,6 +155,7 @@ MIXERS: dict[str, Entry] = {
 # Equations 4-16 of arXiv 2602.01744 as published: gates that sum to 1, the read gate on q, and the weight decay of all
 # other matrices. The weights start at zero as in `Competition()`, since the paper does not state their initialization.
 PAPER = Competition(read="query", write="value", scale="one", weight_decay=True)
+SOFTMAX_LINEAR_ATTENTION = "https://arxiv.org/abs/2602.01744"
 
 
 def _published(base: str, **changes: Any) -> MixerSpec:
@@ -163,14 +164,16 @@ def _published(base: str, **changes: Any) -> MixerSpec:
 
 # The models of arXiv 2602.01744. `softmax-X` differs from `paper-softmax-X` in three fields of `Competition`: its gates
 # are 1 for equal scores, its read gate comes after the norm of each head, and its gates have no weight decay.
-PUBLISHED: dict[str, MixerSpec] = {
+PUBLISHED: dict[str, Entry] = {
     # RetNet with competing heads by equations 10 and 11.
-    "paper-softmax-retnet": _published("retnet"),
+    "paper-softmax-retnet": Entry(SOFTMAX_LINEAR_ATTENTION, _published("retnet")),
     # GLA with competing heads by equations 12 and 13.
-    "paper-softmax-gla": _published("gla"),
+    "paper-softmax-gla": Entry(SOFTMAX_LINEAR_ATTENTION, _published("gla")),
     # Gated DeltaNet with competing heads by equations 14 to 16, with the decay of Gated DeltaNet, which the printed
     # equations lack.
-    "paper-softmax-gated-deltanet": _published("gated-deltanet"),
+    "paper-softmax-gated-deltanet": Entry(SOFTMAX_LINEAR_ATTENTION, _published("gated-deltanet")),
     # Equations 14 to 16 as printed, without a decay.
-    "paper-softmax-gated-deltanet-as-printed": _published("gated-deltanet", decay=Decay()),
+    "paper-softmax-gated-deltanet-as-printed": Entry(
+        SOFTMAX_LINEAR_ATTENTION, _published("gated-deltanet", decay=Decay())
+    ),
 }
