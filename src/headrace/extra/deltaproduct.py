@@ -77,10 +77,12 @@ STAGES.update({"keys-of-steps": Keys, "steps": RecurInSteps})
 register_mixer(
     "deltaproduct",
     replace(DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
+    about="Two steps of the delta rule per token, each with a key, a value and a write strength up to 2.",
     paper="https://arxiv.org/abs/2502.10297",
 )
 register_mixer(
     "gated-deltaproduct",
     replace(GATED_DELTANET, write=Write("delta", "sigmoid-2", steps=2)),
+    about="DeltaProduct with the decay and the output gate of Gated DeltaNet.",
     paper="https://arxiv.org/abs/2502.10297",
 )

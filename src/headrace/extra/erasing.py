@@ -114,10 +114,13 @@ STAGES.update({"gate-of-channels": WriteGate, "erase": Erase})
 register_mixer(
     "comba",
     replace(GATED_DELTANET, write=Write("delta", "sigmoid", erase="feedback"), read=Read("rms", "sigmoid")),
+    about="Gated DeltaNet that removes a learned share of the stored value, read before the decay, and corrects q by "
+    "k.",
     paper="https://arxiv.org/abs/2506.02475",
 )
 register_mixer(
     "gated-deltanet-2",
     replace(KDA, write=Write("delta", "sigmoid", erase="channel")),  # gdn2_1.3B: 18 heads at 2304
+    about="KDA that removes with a strength per key channel and writes with another per value channel.",
     paper="https://arxiv.org/abs/2605.22791",
 )

@@ -111,6 +111,21 @@ class GatedScan(Mixer):
         return sequences.tokenwise(self.out_proj, h.to(x.dtype)), ScanState(memory)
 
 
-register_mixer("mingru", ScanSpec("mingru", bias=True), paper="https://arxiv.org/abs/2410.01201")
-register_mixer("minlstm", ScanSpec("minlstm", bias=True), paper="https://arxiv.org/abs/2410.01201")
-register_mixer("hgrn", ScanSpec("hgrn"), paper="https://arxiv.org/abs/2311.04823")
+register_mixer(
+    "mingru",
+    ScanSpec("mingru", bias=True),
+    about="A GRU whose gate and candidate depend on the token alone, so that it runs as a scan.",
+    paper="https://arxiv.org/abs/2410.01201",
+)
+register_mixer(
+    "minlstm",
+    ScanSpec("minlstm", bias=True),
+    about="An LSTM whose gates depend on the token alone and are normalized to sum 1.",
+    paper="https://arxiv.org/abs/2410.01201",
+)
+register_mixer(
+    "hgrn",
+    ScanSpec("hgrn"),
+    about="A gated recurrence per channel whose forget gate has a lower bound that grows with depth.",
+    paper="https://arxiv.org/abs/2311.04823",
+)

@@ -102,4 +102,9 @@ KINDS["gla-outer"] = MatrixKind(
     ),
     ("rank", "expand_k", "expand_v"),
 )
-register_mixer("gla-outer", MatrixSpec("gla-outer", expand_k=0.5), paper="https://arxiv.org/abs/2312.06635")
+register_mixer(
+    "gla-outer",
+    MatrixSpec("gla-outer", expand_k=0.5),
+    about="GLA with a second gate, a decay per value channel.",
+    paper="https://arxiv.org/abs/2312.06635",
+)

@@ -76,4 +76,9 @@ class LatentAttention(SoftmaxAttention):
         return torch.einsum("bthc,hvc->bthv", self._attend(query, torch.cat([k, v], -1), v, valid), to_values)
 
 
-register_mixer("mla", LatentSpec(), paper="https://arxiv.org/abs/2405.04434")
+register_mixer(
+    "mla",
+    LatentSpec(),
+    about="Multi-head latent attention: keys and values are projections of one latent per token, which is the cache.",
+    paper="https://arxiv.org/abs/2405.04434",
+)

@@ -201,9 +201,9 @@ class LinearizedSpec(MixerSpec):
 
 TYPES["linearized"] = LinearizedSpec
 TOKENS[LinearizedSpec.facts.layer] = add_mixer
-# Linear attention whose feature map learns to imitate softmax attention: the softmax of W x and of −W x.
 register_mixer(
     "hedgehog",
     LinearizedSpec(inputs=Inputs(rotary=True, rotary_first=True), read=Read("sum")),
+    about="Linear attention whose feature map learns to imitate softmax attention: the softmax of W x and of −W x.",
     paper="https://arxiv.org/abs/2402.04347",
 )

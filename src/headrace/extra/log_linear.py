@@ -231,10 +231,16 @@ def with_levels(spec: MixerSpec, **changes: Any) -> LogLinearSpec:
 
 TYPES["log-linear"] = LogLinearSpec
 MAMBA2, GATED_DELTANET = zoo.get("mamba2"), zoo.get("gated-deltanet")
-register_mixer("log-linear-mamba2", with_levels(MAMBA2), paper="https://arxiv.org/abs/2506.04761")
+register_mixer(
+    "log-linear-mamba2",
+    with_levels(MAMBA2),
+    about="Mamba-2 with a memory for each power of two of tokens back, which a token weights when it reads.",
+    paper="https://arxiv.org/abs/2506.04761",
+)
 register_mixer(
     "log-linear-gated-deltanet",
     # HanGuo97/log-linear-attention, h_gated_deltanet_mid: 6 heads with head_dim 192 at a hidden size of 1536
     with_levels(GATED_DELTANET, heads=replace(GATED_DELTANET.heads, width=384)),
+    about="Gated DeltaNet with a memory for each power of two of tokens back, which a token weights when it reads.",
     paper="https://arxiv.org/abs/2506.04761",
 )

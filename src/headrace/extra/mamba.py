@@ -110,8 +110,12 @@ KINDS["mamba"] = ScanKind(
     ("state_size", "conv", "expand", "rank", "norm", "eps", "conv_bias", "bias"),
 )
 MAMBA = ScanSpec("mamba", state_size=16, conv=4, expand=2.0)
-register_mixer("mamba", MAMBA, paper="https://arxiv.org/abs/2312.00752")
-# Mamba layers, with attention in one layer of eight and a mixture of experts in every second.
+register_mixer(
+    "mamba",
+    MAMBA,
+    about="A diagonal state-space model whose step size, B and C are computed from the token.",
+    paper="https://arxiv.org/abs/2312.00752",
+)
 register_model(
     "jamba",
     Decoder(
@@ -124,14 +128,15 @@ register_model(
         ),
         BlockStyle(experts=Experts()),
     ),
+    about="Mamba layers, with attention in one layer of eight and a mixture of experts in every second.",
     paper="https://arxiv.org/abs/2403.19887",
 )
-# Mamba layers and one attention block that every sixth layer shares.
 register_model(
     "zamba",
     Decoder(
         tuple(Layer(MAMBA, "none", shared=i == 2) for i in range(6)),
         BlockStyle(mlp="geglu", shared=AttentionSpec(rotary=False, scale="half-key")),
     ),
+    about="Mamba layers and one attention block that every sixth layer shares.",
     paper="https://arxiv.org/abs/2405.16712",
 )

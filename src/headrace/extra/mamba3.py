@@ -199,5 +199,7 @@ register_mixer(
         Write(beta="trapezoid"),
         Read("none", "silu", scale="one", skip=True),
     ),
+    about="Mamba-2 whose update is a trapezoid of two tokens, with q and k normalized, biased and turned by the "
+    "tokens.",
     paper="https://arxiv.org/abs/2603.15569",
 )

@@ -186,5 +186,6 @@ register_mixer(
         Write(beta="sigmoid"),
         Read("rms", scale="one"),
     ),
+    about="A token reads the prediction of ridge regression on all keys and values so far, by conjugate gradients.",
     paper="https://arxiv.org/abs/2506.05233",
 )

@@ -96,5 +96,6 @@ register_mixer(
         write=Write(beta="exp"),
         read=Read("group", "sigmoid", eps=1e-6),
     ),
+    about="xLSTM's matrix memory: an exponential input gate; the output is divided by max(|sum of weights|, 1).",
     paper="https://arxiv.org/abs/2405.04517",
 )

@@ -12,12 +12,13 @@ from ..spec.serialize import TYPES, from_json, to_json
 from ..spec.stack import Decoder
 from ..utils import plugins
 from ..utils.errors import InputError, reading
+from ..zoo.mixers import Entry
 from .module import module_spec
 
 NAME = re.compile(r"(?!softmax-|recurrent-|all$)[a-z0-9]+([._-][a-z0-9]+)*")
 
 
-def register_mixer(name: str, mixer: Any, *, paper: str = "") -> None:
+def register_mixer(name: str, mixer: Any, *, paper: str = "", about: str = "") -> None:
     """Adds a mixer to the zoo.
 
     Args:
@@ -25,7 +26,7 @@ def register_mixer(name: str, mixer: Any, *, paper: str = "") -> None:
         mixer: a MixerSpec or another spec of a mixer, an expression such as "gla(heads.count=2)", or a class of
             `nn.Module` with the protocol of `headrace.extra.module`. A spec may be of a class of your own, whose
             `facts.layer` names the class of its layer.
-        paper: the address of its paper, for tables.
+        paper, about: the address of its paper and a sentence, for tables.
 
     Raises:
         InputError: for a name that exists already or is not a valid name, and for a value that is not a mixer.
@@ -38,18 +39,18 @@ def register_mixer(name: str, mixer: Any, *, paper: str = "") -> None:
         raise InputError(f"mixer {name!r} is a whole model; expected a mixer, or register_model for it")
     if type(spec) not in TYPES.rows.values():
         TYPES[plugins.PREFIX + name] = type(spec)
-    zoo.register(name, spec, paper)
+    zoo.register(name, Entry(about, paper, spec))
     plugins.note_registration(*_rows(name))
 
 
-def register_model(name: str, model: Any, *, paper: str = "") -> None:
+def register_model(name: str, model: Any, *, paper: str = "", about: str = "") -> None:
     """Adds a whole model to the zoo.
 
     Args:
         name: its name.
         model: a Decoder or another spec of a whole model, or an expression such as "gla+gla+transformer", a decoder
             whose layers alternate.
-        paper: as in `register_mixer`.
+        paper, about: as in `register_mixer`.
 
     Raises:
         InputError: for a name that exists already or is not a valid name, for a value that is not a whole model, and
@@ -67,7 +68,7 @@ def register_model(name: str, model: Any, *, paper: str = "") -> None:
         for key in own:
             del TYPES[key]
         raise
-    zoo.register(name, spec, paper)
+    zoo.register(name, Entry(about, paper, spec))
     plugins.note_registration(*_rows(name))
 
 

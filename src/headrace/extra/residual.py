@@ -165,9 +165,10 @@ RULES["write.residual_chunk"] = rules
 
 
 STAGES["residual"] = Residual
-# Gated DeltaNet with this β; original to this library.
 register_mixer(
     "residual-delta",
     replace(GATED_DELTANET, write=Write("delta", "sigmoid", residual_chunk=16)),
+    about="Gated DeltaNet whose write strength β also depends on the error v − k S of the memory at the start of "
+    "each chunk of 16 tokens, with a weight initialized to 0. Original to this library.",
     paper="https://arxiv.org/abs/2412.06464",
 )

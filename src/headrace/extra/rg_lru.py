@@ -99,5 +99,6 @@ register_mixer(
     "rg-lru",
     # RecurrentGemma 2B: as many channels as the hidden size; Griffin: 4/3 as many, with 16 blocks
     ScanSpec("rg-lru", conv=4, bias=True),
+    about="A gated linear recurrence per channel, whose inputs are scaled to keep the memory's variance.",
     paper="https://arxiv.org/abs/2402.19427",
 )

@@ -182,5 +182,6 @@ KINDS["rwkv7"] = MatrixKind(
 register_mixer(
     "rwkv7",
     MatrixSpec("rwkv7", width=64),  # RWKV-LM: head_size 64
+    about="A delta rule whose removal key, replacement key and strength per channel are separate.",
     paper="https://arxiv.org/abs/2503.14456",
 )

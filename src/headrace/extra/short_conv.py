@@ -50,4 +50,9 @@ KINDS["short-conv"] = ScanKind(
     ),
     ("conv", "conv_bias", "bias"),
 )
-register_mixer("short-conv", ScanSpec("short-conv", conv=3, conv_bias=False), paper="https://arxiv.org/abs/2511.23404")
+register_mixer(
+    "short-conv",
+    ScanSpec("short-conv", conv=3, conv_bias=False),
+    about="A causal convolution over the last 3 tokens between two gates that are linear in the token.",
+    paper="https://arxiv.org/abs/2511.23404",
+)

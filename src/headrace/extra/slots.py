@@ -127,10 +127,12 @@ for _kind, _update in UPDATES.items():
 register_mixer(
     "gsa",
     MatrixSpec("gsa", slots=64),  # its authors' GSAConfig: num_slots 64, num_heads 4
+    about="Gated slot attention: a softmax over slots, whose keys and values are decaying means of the past.",
     paper="https://arxiv.org/abs/2409.07146",
 )
 register_mixer(
     "abc",
     MatrixSpec("abc", slots=64),  # ABCConfig of flash-linear-attention: num_slots 64
+    about="Attention with bounded-memory control: a softmax over slots, whose keys and values are weighted means.",
     paper="https://arxiv.org/abs/2110.02488",
 )

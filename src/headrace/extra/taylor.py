@@ -86,17 +86,17 @@ class Taylor(Stage):
 
 
 STAGES["taylor"] = Taylor
-# Linear attention on features whose product is 1 + q·k + (q·k)²/2, the second-order Taylor polynomial of softmax
-# attention's e^(q·k).
 register_mixer(
     "taylor-softmax",
     MixerSpec(Heads(key_dim=16), Inputs(rotary=True, order=2), read=Read("sum")),
+    about="Linear attention on features whose product is 1 + q·k + (q·k)²/2, the second-order Taylor polynomial of "
+    "softmax attention's e^(q·k).",
     paper="https://arxiv.org/abs/2507.23632",
 )
-# Linear attention on the second-order Taylor features of 16 key channels, without positions.
 register_mixer(
     "based",
     # HazyResearch/based, based-360m: num_heads 16 at a hidden size of 1024, feature_dim 16
     MixerSpec(Heads(key_dim=16, width=64), Inputs(order=2), read=Read("sum")),
+    about="Linear attention on the second-order Taylor features of 16 key channels, without positions.",
     paper="https://arxiv.org/abs/2402.18668",
 )

@@ -292,5 +292,7 @@ TOKENS[WindowedSpec.facts.layer] = add_mixer
 register_mixer(
     "lolcats",
     WindowedSpec(inputs=Inputs(rotary=True, rotary_first=True), read=Read("sum")),
+    about="One mean of the last 64 tokens by softmax attention and of all older ones by linear attention with a "
+    "learned feature map.",
     paper="https://arxiv.org/abs/2410.10254",
 )

@@ -48,54 +48,75 @@ KINDS.update({
 })  # fmt: skip
 
 ENTRIES: dict[str, Entry] = {
-    # A time-invariant diagonal state-space model per channel.
-    "s4d": Entry("https://arxiv.org/abs/2206.11893", ScanSpec("s4d", state_size=64)),
-    # A time-invariant state-space model per channel, with HiPPO's matrix as diagonal plus low-rank.
-    "s4": Entry("https://arxiv.org/abs/2111.00396", ScanSpec("s4", state_size=64)),
-    # A weighted mean of past values per channel; the weights decay at a learned rate.
-    "rwkv4": Entry("https://arxiv.org/abs/2305.13048", ScanSpec("rwkv4")),
-    # A window of 64 tokens and 4 global tokens; the causal form is ours, an encoder's the published one.
-    "longformer": Entry(
-        "https://arxiv.org/abs/2004.05150", AttentionSpec(pattern=Pattern(window=64, first=4, global_projections=True))
+    "s4d": Entry(
+        "A time-invariant diagonal state-space model per channel.",
+        "https://arxiv.org/abs/2206.11893",
+        ScanSpec("s4d", state_size=64),
     ),
-    # A window, global and random blocks of 16 tokens; the causal form is ours, an encoder's the published one.
+    "s4": Entry(
+        "A time-invariant state-space model per channel, with HiPPO's matrix as diagonal plus low-rank.",
+        "https://arxiv.org/abs/2111.00396",
+        ScanSpec("s4", state_size=64),
+    ),
+    "rwkv4": Entry(
+        "A weighted mean of past values per channel; the weights decay at a learned rate.",
+        "https://arxiv.org/abs/2305.13048",
+        ScanSpec("rwkv4"),
+    ),
+    "longformer": Entry(
+        "A window of 64 tokens and 4 global tokens; the causal form is ours, an encoder's the published one.",
+        "https://arxiv.org/abs/2004.05150",
+        AttentionSpec(pattern=Pattern(window=64, first=4, global_projections=True)),
+    ),
     "bigbird": Entry(
+        "A window, global and random blocks of 16 tokens; the causal form is ours, an encoder's the published one.",
         "https://arxiv.org/abs/2007.14062",
         AttentionSpec(pattern=Pattern(window=48, first=16, random=3, block=16, last=16)),
     ),
-    # The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.
-    "flash-reference": Entry("https://arxiv.org/abs/2205.14135", AttentionSpec(form="tiles")),
-    # Softmax attention whose denominator is the norm of its numerator.
-    "softmax-rnn-norm": Entry("https://arxiv.org/abs/2507.23632", SoftmaxRNNSpec(denominator="l2")),
-    # The denominator is the number of tokens, and a gate per head multiplies the output.
+    "flash-reference": Entry(
+        "The transformer with FlashAttention's tiled algorithm in plain PyTorch, for study.",
+        "https://arxiv.org/abs/2205.14135",
+        AttentionSpec(form="tiles"),
+    ),
+    "softmax-rnn-norm": Entry(
+        "Softmax attention whose denominator is the norm of its numerator.",
+        "https://arxiv.org/abs/2507.23632",
+        SoftmaxRNNSpec(denominator="l2"),
+    ),
     "softmax-rnn-gate": Entry(
-        "https://arxiv.org/abs/2507.23632", SoftmaxRNNSpec(clamp=5.0, denominator="none", gate="output", by_length=True)
+        "The denominator is the number of tokens, and a gate per head multiplies the output.",
+        "https://arxiv.org/abs/2507.23632",
+        SoftmaxRNNSpec(clamp=5.0, denominator="none", gate="output", by_length=True),
     ),
-    # Recurrent encoder-decoder; the decoder starts from the encoder's last state.
-    "rnn": Entry("https://arxiv.org/abs/1409.3215", RecurrentSpec()),
-    # Recurrent encoder-decoder with attention; the query is the decoder's state after its step.
+    "rnn": Entry(
+        "Recurrent encoder-decoder; the decoder starts from the encoder's last state.",
+        "https://arxiv.org/abs/1409.3215",
+        RecurrentSpec(),
+    ),
     "luong": Entry(
-        "https://arxiv.org/abs/1508.04025", RecurrentSpec(alignment=Alignment("general", query="after", feed=True))
+        "Recurrent encoder-decoder with attention; the query is the decoder's state after its step.",
+        "https://arxiv.org/abs/1508.04025",
+        RecurrentSpec(alignment=Alignment("general", query="after", feed=True)),
     ),
-    # The query is the decoder's state before its step, and the context vector is an input of the step.
     "bahdanau": Entry(
+        "The query is the decoder's state before its step, and the context vector is an input of the step.",
         "https://arxiv.org/abs/1409.0473",
         RecurrentSpec("gru", bidirectional=True, alignment=Alignment("additive", query="before")),
     ),
-    # Encoder-decoder of self-attention and cross-attention.
     "transformer-2017": Entry(
+        "Encoder-decoder of self-attention and cross-attention.",
         "https://arxiv.org/abs/1706.03762",
         TransformerSpec(
             style=BlockStyle("layer", "post", "relu", bias=True, positions="sinusoidal"), label_smoothing=0.1
         ),
     ),
-    # The Transformer with pre-norm RMSNorm, relative position biases and unscaled logits.
     "t5": Entry(
+        "The Transformer with pre-norm RMSNorm, relative position biases and unscaled logits.",
         "https://arxiv.org/abs/1910.10683",
         TransformerSpec(AttentionSpec(rotary=False, buckets=32, scale="one"), BlockStyle(mlp="relu"), "output"),
     ),
-    # A Transformer encoder, trained to predict masked tokens.
     "bert": Entry(
+        "A Transformer encoder, trained to predict masked tokens.",
         "https://arxiv.org/abs/1810.04805",
         BertSpec(
             AttentionSpec(rotary=False, bias=True),
@@ -105,4 +126,4 @@ ENTRIES: dict[str, Entry] = {
 }
 
 for _name, _entry in ENTRIES.items():
-    register(_name, _entry.spec, _entry.paper)
+    register(_name, _entry)

@@ -21,6 +21,7 @@ from ..utils import plugins
 from ..utils.errors import InputError, require, require_each
 from ..utils.tables import Table
 from . import mixers
+from .mixers import Entry
 
 RECURRENT = "recurrent-"  # before the name of a mixer that has another form: the linear mixer that equals it
 
@@ -143,13 +144,14 @@ def taken(name: str) -> bool:
     return name in PUBLISHED or not all(table.lacks(name) for table in (*TABLES.values(), MODELS))
 
 
-def register(name: str, spec: Any, paper: str = "") -> None:
+def register(name: str, entry: Entry) -> None:
     """Adds a mixer or model to the tables. InputError for a name that is there."""
+    spec = entry.spec
     table = TABLES[spec.table] if isinstance(spec, Spec) else MODELS
     require(not taken(name), f"{name!r} is a mixer or model already; expected another name")
     table[name] = spec
-    if paper:
-        PAPERS[name] = paper
+    if entry.paper:
+        PAPERS[name] = entry.paper
 
 
 def _named(name: str):
@@ -168,6 +170,6 @@ def _named(name: str):
 
 
 for _name, _entry in mixers.MIXERS.items():
-    register(_name, _entry.spec, _entry.paper)
+    register(_name, _entry)
 for _table in (*TABLES.values(), MODELS):
     _table.own = tuple(_table.rows)  # listed before those of plug-ins
