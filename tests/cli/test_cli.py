@@ -286,6 +286,8 @@ def test_zoo_json_parses_to_the_same_specs(run_command):
     listed = json.loads(run_command("zoo", "--json")[1])
     specs = {name: zoo.get(row["spec"]) for name, row in listed.items()}
     assert specs == {name: zoo.get(name) for name in (*zoo.names(), *zoo.MODELS)}
+    assert listed["softmax-gla"]["about"] == listed["gla"]["about"] == zoo.SENTENCES["gla"]
+    assert all(row["about"].endswith(".") for row in listed.values())
 
 
 @pytest.fixture

@@ -168,12 +168,12 @@ def list_zoo(
 ) -> None:
     """List the named mixers and models.
 
-    The views show each mixer as a memory update, by four design axes, with its cost, or with its paper."""
+    The views show each mixer as a memory update, by four design axes, with its cost, or with its sentence and paper."""
     require(show is None or not as_json, "--show and --json are both given; expected one of them")
     require(show in (None, *catalog.VIEWS), f"--show={show!r}; expected one of {', '.join(catalog.VIEWS)}")
     rows = {name: catalog.describe(name) for name in zoo.names()}
     if as_json:
-        models = {name: {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}
+        models = {name: catalog.cited(name) | {"spec": to_json(spec)} for name, spec in zoo.MODELS.items()}
         print(json.dumps(rows | models, indent=1, ensure_ascii=False))
         return
     columns = catalog.VIEWS[show or "update"]

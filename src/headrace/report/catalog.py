@@ -26,12 +26,12 @@ UPDATE = ("A_t", "b_t", "features", "can")
 AXES = ("memory", "objective", "optimizer", "retention")
 COST = ("state", "numbers", "training", "decoding", "grows")
 SUBSCRIPTS = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
-VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("paper",)}
+VIEWS = {"update": UPDATE, "axes": AXES, "cost": COST, "paper": ("about", "paper")}
 
 
 def describe(name: str) -> dict[str, Any]:
-    """The row of a mixer in the table, with its spec. `paper` is "–" for a mixer that was added at run time. If a mixer
-    does not fit the table's width and heads, its costs are None and `state` is the reason."""
+    """The row of a mixer in the table, with what is `cited` and its spec. If a mixer does not fit the table's width and
+    heads, its costs are None and `state` is the reason."""
     spec = zoo.get(name)
     outside = _cached if spec.facts.cached else _outside
     row = _linear(spec) if isinstance(spec, MixerSpec) else outside(spec)
@@ -40,10 +40,16 @@ def describe(name: str) -> dict[str, Any]:
         cost = _cost(spec, row)
     except InputError as reason:
         cost = dict.fromkeys(COST) | {"state": str(reason)}
+    return row | cost | cited(name) | {"spec": to_json(spec)}
+
+
+def cited(name: str) -> dict[str, str]:
+    """The sentence about a mixer or model and its paper, which are those of X for softmax-X, and "–" for one that was
+    added without them."""
     base = name.partition("(")[0]
-    papers = (zoo.PAPERS.get(base.removeprefix(prefix)) for prefix in ("", "softmax-", zoo.RECURRENT))
-    paper = next((paper for paper in papers if paper), "–")
-    return row | cost | {"paper": paper, "spec": to_json(spec)}
+    known = [base.removeprefix(prefix) for prefix in ("", "softmax-", zoo.RECURRENT)]
+    tables = {"about": zoo.SENTENCES, "paper": zoo.PAPERS}
+    return {field: next(filter(None, map(table.get, known)), "–") for field, table in tables.items()}
 
 
 def _linear(spec: MixerSpec) -> dict[str, Any]:

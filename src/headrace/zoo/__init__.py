@@ -36,6 +36,7 @@ TABLES: dict[str, Table[Any]] = {table.name: table for table in (LINEAR, SCANS, 
 MODELS: Table[ModelSpec | Decoder] = Table("models")
 PUBLISHED: dict[str, MixerSpec] = {name: entry.spec for name, entry in mixers.PUBLISHED.items()}
 PAPERS = {name: entry.paper for name, entry in mixers.PUBLISHED.items()}
+SENTENCES = {name: entry.about for name, entry in mixers.PUBLISHED.items()}  # what each mixer is
 SIGMOID = Competition(activation="sigmoid")  # as far and as steep as a softmax, without its competition
 COMPETITIONS = {"paper": mixers.PAPER, "sigmoid": SIGMOID, "default": Competition(), "none": None}
 
@@ -150,8 +151,7 @@ def register(name: str, entry: Entry) -> None:
     table = TABLES[spec.table] if isinstance(spec, Spec) else MODELS
     require(not taken(name), f"{name!r} is a mixer or model already; expected another name")
     table[name] = spec
-    if entry.paper:
-        PAPERS[name] = entry.paper
+    PAPERS[name], SENTENCES[name] = entry.paper, entry.about
 
 
 def _named(name: str):
