@@ -275,6 +275,21 @@ def test_what_a_plug_in_has_registered_before_it_fails_is_forgotten(folder):
     assert zoo.taken("leaky") and "majority" in TASKS and zoo.taken("theirs")
 
 
+def test_file_that_registers_nothing_is_executed_again(folder):
+    """Its name is free for it, corrected, and for another file."""
+    (folder / "other").mkdir()
+    shutil.copy("leaky.py", "other/mine.py")
+    (folder / "mine.py").write_text("x = 1\n", "utf-8")
+    with pytest.raises(InputError, match="it registers nothing"):
+        plugins.load(["mine.py"])
+    assert plugins.FILE + "mine" not in sys.modules
+    plugins.load(["other/mine.py"])
+    assert zoo.taken("leaky")
+    with pytest.raises(InputError, match="another plug-in is called mine.py too"):
+        plugins.load(["mine.py"])
+    assert plugins.FILE + "mine" in sys.modules
+
+
 def test_what_another_file_has_registered_before_it_fails_is_forgotten(folder, monkeypatch):
     """It is executed again; one that has ended without an error is not, and what it has registered stays."""
     monkeypatch.syspath_prepend(folder)

@@ -100,6 +100,8 @@ def _load(name: str, source: str) -> str:
             raise InputError("it registers nothing; expected a call of register_mixer, register_model or register_task")
     except BaseException as error:
         del LOADED[place]
+        if getattr(sys.modules.get(FILE + path.stem), "__file__", None) == place:
+            del sys.modules[FILE + path.stem]
         imported = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
         for table, row in (row for by, rows in REGISTERED[registered:] if by not in imported for row in rows):
             table.pop(row, None)  # its file is executed again
@@ -145,11 +147,7 @@ def _execute(place: str, path: Path) -> None:
     require(name not in sys.modules, f"another plug-in is called {path.name} too; expected different names")
     spec: Any = spec_from_file_location(name, path)
     sys.modules[name] = module = module_from_spec(spec)  # from where tasks are unpickled
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+    spec.loader.exec_module(module)
 
 
 def _reason(error: BaseException, path: Path) -> str:
