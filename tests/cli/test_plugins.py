@@ -285,7 +285,7 @@ def test_file_that_registers_nothing_is_executed_again(folder):
     assert plugins.FILE + "mine" not in sys.modules
     plugins.load(["other/mine.py"])
     assert zoo.taken("leaky")
-    with pytest.raises(InputError, match="another plug-in is called mine.py too"):
+    with pytest.raises(InputError, match="another plug-in is called mine"):
         plugins.load(["mine.py"])
     assert plugins.FILE + "mine" in sys.modules
 

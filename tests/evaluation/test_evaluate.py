@@ -24,11 +24,11 @@ from headrace.cli import app as cli
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data.tokenizer import byte_level
 from headrace.evaluation import report, tasks
-from headrace.evaluation.checkpoint import named, read_checkpoint
+from headrace.evaluation.checkpoint import read_checkpoint
 from headrace.evaluation.run import Evaluation, EvaluationPlan, Machine, evaluate, run_item, scored
 from headrace.evaluation.scores import Score, difference, scores, unigram, weight
 from headrace.evaluation.tasks import HOME, Item, Rows, items
-from headrace.files.results import read_result
+from headrace.files.results import read_result, short_names
 from headrace.hf import HeadraceForCausalLM
 from headrace.hf.config import HeadraceConfig
 from headrace.utils.errors import InputError
@@ -111,7 +111,7 @@ def test_nonfinite_scores_are_null_and_marked(checkpoints, data, tmp_path):
     plan, paths = EvaluationPlan("wikitext,piqa", data=str(data)), [checkpoints["softmax-gla"], str(broken)]
     for _ in range(2):  # from the model, and from the records
         found = evaluate(paths, plan, MACHINE, tmp_path / "out")
-        report.report(found, named(paths), tmp_path / "out")
+        report.report(found, short_names(paths, "checkpoint"), tmp_path / "out")
     stored = json.loads((tmp_path / "out" / "broken" / "results.json").read_text("utf-8"), parse_constant=pytest.fail)
     for item, metric in (("wikitext", "word_perplexity"), ("piqa", "acc")):
         assert stored["results"][item][f"{metric},none"] is None
@@ -379,16 +379,17 @@ def test_the_harness_runs_no_code_of_a_tokenizer(tmp_path):
         run_item(rows, None, lambda: checkpoint, EvaluationPlan("ruler_vt"), MACHINE)
 
 
-def test_names_of_checkpoints_are_short_and_differ(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["checkpoint", "run"])
+def test_names_of_folders_are_short_and_differ(tmp_path, monkeypatch, kind):
     (tmp_path / "run" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "run")
-    assert named(["model"]) == {"run": "model"} and named(["."]) == {"run": "."}
+    assert short_names(["model"], kind) == {"run": "model"} and short_names(["."], kind) == {"run": "."}
     monkeypatch.chdir("model")
-    assert named([".."]) == {"run": ".."} and named(["."]) == {"run": "."}
-    assert named(["runs/a/model", "b"]) == {"a": "runs/a/model", "b": "b"}
-    assert named(["x/a", "y/a"]) == {"x/a": "x/a", "y/a": "y/a"}
-    with pytest.raises(InputError, match="given twice"):
-        named(["a", "a/"])
+    assert short_names([".."], kind) == {"run": ".."} and short_names(["."], kind) == {"run": "."}
+    assert short_names(["runs/a/model", "b"], kind) == {"a": "runs/a/model", "b": "b"}
+    assert short_names(["x/a", "y/a"], kind) == {"x/a": "x/a", "y/a": "y/a"}
+    with pytest.raises(InputError, match=f"a {kind} is given twice; expected each {kind} once"):
+        short_names(["a", "a/"], kind)
 
 
 def test_models_whose_names_are_spelt_alike_have_results_of_their_own(data, tmp_path, monkeypatch):

@@ -28,6 +28,7 @@ from headrace.convert.retrofit import retrofit
 from headrace.data import open_data, tokenizer
 from headrace.data.rows import order
 from headrace.files.processes import Terminated
+from headrace.files.results import short_names
 from headrace.hf import HeadraceForCausalLM
 from headrace.ops.loss import IGNORED
 from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
@@ -196,16 +197,16 @@ def test_curves_of_finished_and_running_runs(ended, tmp_path):
     shutil.copytree(tmp_path / "ended", tmp_path / "at work")
     shutil.rmtree(tmp_path / "at work" / "model")
     (tmp_path / "at work" / "checkpoint-99").mkdir()
-    runs = card.named([tmp_path / "ended", tmp_path / "at work"])
-    points = {name: [p["loss"] for p in card.read_history(run) if "loss" in p] for name, run in runs.items()}
+    runs = short_names([str(tmp_path / "ended"), str(tmp_path / "at work")], "run")
+    points = {name: [p["loss"] for p in card.read_history(Path(run)) if "loss" in p] for name, run in runs.items()}
     assert list(points) == ["ended", "at work"] and points["ended"] == points["at work"]
     assert (tmp_path / "at work" / "checkpoint-99").exists()
-    cli_train.curves(list(runs.values()), tmp_path / "new" / "both.png")
+    cli_train.curves([*map(Path, runs.values())], tmp_path / "new" / "both.png")
     assert (tmp_path / "new" / "both.png").stat().st_size > 5000
     with pytest.raises(InputError, match="holds neither"):
         card.read_history(tmp_path)
-    with pytest.raises(InputError, match="given twice"):
-        card.named([tmp_path / "ended", tmp_path / "ended"])
+    with pytest.raises(InputError, match="a run is given twice; expected each run once"):
+        cli_train.curves([tmp_path / "ended", tmp_path / "ended"], tmp_path / "twice.png")
 
 
 @pytest.mark.parametrize("changes", [{}, {"micro_batch": 4, "threads": 3}, {"separate_documents": True}], ids=repr)

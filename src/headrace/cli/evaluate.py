@@ -67,8 +67,9 @@ def evaluate(options: EvaluateOptions) -> Any:
     check_suites(options.suite)
     if options.data is None:
         ask_hub()
-    from ..evaluation import checkpoint, report, run
+    from ..evaluation import report, run
     from ..files.devices import on_device
+    from ..files.results import short_names
     from ..report.page import print_sections
 
     one, folder = options, options.output or Path("runs", f"eval-{run.slug(options.suite)}")
@@ -78,7 +79,7 @@ def evaluate(options: EvaluateOptions) -> Any:
     with interruptible(f"what is finished is in {folder}; the same command continues"), locked(folder):
         with telling(console) as tell:
             evaluation = run.evaluate(one.checkpoints, plan, machine, folder, tell)
-        page = report.report(evaluation, checkpoint.named(one.checkpoints), folder)
+        page = report.report(evaluation, short_names(one.checkpoints, "checkpoint"), folder)
         written, table = page.write(folder / "report.html"), folder / "scores.csv"
         report.write_scores(evaluation, table)
     print_sections(page, console)

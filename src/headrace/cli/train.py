@@ -201,11 +201,12 @@ def curves(
     output: Annotated[Path, option("Image file to write: PNG, PDF or SVG.")] = Path("curves.png"),
 ) -> None:
     """Plot the loss of several runs against the training step."""
-    from ..training.card import draw_curves, named, read_history
+    from ..files.results import short_names
+    from ..training.card import draw_curves, read_history
 
     if output.suffix.lower() not in PICTURES:
         raise InputError(f"--output {str(output)!r}; expected a file that ends in one of {', '.join(PICTURES)}")
-    drawn = {name: read_history(run) for name, run in named(runs).items()}
+    drawn = {name: read_history(Path(run)) for name, run in short_names([*map(str, runs)], "run").items()}
     output.parent.mkdir(parents=True, exist_ok=True)
     draw_curves(output, drawn)
     print(f"{output} shows {len(runs)} run{'s' if len(runs) > 1 else ''}")

@@ -3,7 +3,6 @@
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from os.path import abspath
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from ..files.checks import MODEL_FILES, check_weights
 from ..files.hub import GGUF
 from ..files.threads import ThreadsBySize
 from ..hf import HeadraceConfig, HeadracePreTrainedModel
-from ..utils.errors import InputError, reading, require
+from ..utils.errors import InputError, reading
 from ..utils.integrity import digest, sha256
 
 LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length")
@@ -131,12 +130,3 @@ def snapshot(name: str) -> str:
     check_name(name)
     with reading(unreadable(name)):
         return Path(str(cached_file(name, CONFIG_NAME))).parent.name
-
-
-def named(paths: list[str]) -> dict[str, str]:
-    """Short name -> path. The short name is that of the folder or, for a folder called `model`, of its parent; if two
-    are equal, the path takes their place. InputError if a path is given twice."""
-    places = [Path(abspath(path)) for path in paths]  # "model", "." and ".." have names there
-    require(len({*places}) == len(paths), "a checkpoint is given twice; expected each once")
-    shorts = [(place.parent if place.name == "model" else place).name for place in places]
-    return {short if shorts.count(short) == 1 else path: path for short, path in zip(shorts, paths, strict=True)}

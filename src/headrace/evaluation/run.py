@@ -27,11 +27,11 @@ from ..files import engine
 from ..files.engine import Claim, Point, Row, Tell
 from ..files.environment import environment
 from ..files.provenance import defaults
-from ..files.results import file_names, write_result
+from ..files.results import file_names, short_names, write_result
 from ..files.workers import Worker
 from ..utils.errors import InputError, require
 from ..utils.integrity import digest
-from .checkpoint import ROOM, Checkpoint, fingerprint, named, read_checkpoint
+from .checkpoint import ROOM, Checkpoint, fingerprint, read_checkpoint
 from .scores import unigram
 from .tasks import RECALL, RECALLED, Item, Missing, Rows, items, localize
 
@@ -83,7 +83,7 @@ def evaluate(
         InputError: a checkpoint or file cannot be read, or no item can be run.
     """
     require(plan.data is None or Path(plan.data).is_dir(), f"--data={plan.data!r}; expected a folder")
-    models = named(paths)
+    models = short_names(paths, "checkpoint")
     with engine.claimed(output, plan.claim()), removed_after_errors(output / "rows"):
         rows, missing = find_rows(items(plan.suite, list(plan.lengths)), plan, output / "rows")
         if not rows:

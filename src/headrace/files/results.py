@@ -3,7 +3,8 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from os.path import abspath
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,15 @@ def read_result(path: Path, form: dict[Any, Form] | None = None) -> dict[str, An
         wrong = "it has another SHA-256 than when it was written"
     require(wrong is None, f"{str(path)!r} is damaged: {wrong}{AGAIN}")
     return restored(data)
+
+
+def short_names(paths: Sequence[str], kind: str) -> dict[str, str]:
+    """Short name -> path. The short name is that of the folder or, for a folder called `model`, of its parent; if two
+    are equal, the path takes their place. kind: of the folders, for the InputError if one is given twice."""
+    places = [Path(abspath(path)) for path in paths]  # "model", "." and ".." have names there
+    require(len({*places}) == len(paths), f"a {kind} is given twice; expected each {kind} once")
+    shorts = [(place.parent if place.name == "model" else place).name for place in places]
+    return {short if shorts.count(short) == 1 else path: path for short, path in zip(shorts, paths, strict=True)}
 
 
 def file_names(names: Iterable[str], spell: Callable[[str], str]) -> dict[str, str]:

@@ -11,7 +11,7 @@ from ..files.checks import read_json
 from ..files.environment import environment
 from ..files.provenance import sentence
 from ..files.results import restored
-from ..utils.errors import InputError, require
+from ..utils.errors import InputError
 from . import checkpoints
 from .recipes import About, Recipe, to_yaml
 
@@ -89,13 +89,6 @@ def read_history(run: Path) -> list[dict[str, Any]]:
             f"{str(run)!r} holds neither model/history.json nor a complete checkpoint; expected the folder of a run"
         )
     return restored(read_json(complete[-1] / checkpoints.HISTORY, HISTORY))
-
-
-def named(runs: list[Path]) -> dict[str, Path]:
-    """Name -> folder of each run. The name is that of the folder, or the path if two folders have one name."""
-    require(len({run.resolve() for run in runs}) == len(runs), "a run is given twice; expected each run once")
-    names = [run.resolve().name for run in runs]
-    return {name if names.count(name) == 1 else str(run): run for name, run in zip(names, runs, strict=True)}
 
 
 def baseline_sentence(loss: float, unigram: float) -> str:
