@@ -25,7 +25,7 @@ from headrace.convert.linearize import linearize
 from headrace.data import open_data
 from headrace.data.rows import evenly_spaced
 from headrace.ops.dispatch import set_backend
-from headrace.report.linearized import write_page
+from headrace.report.linearized import bars, write_page
 from headrace.spec.attention import AttentionSpec, Pattern
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.training import linear as linear_module
@@ -399,6 +399,7 @@ def test_command_and_those_that_its_page_names(folder, prepared, words, tmp_path
         assert f"{nats:.3f}" in page and added["nats"]["transferred"] != nats != added["nats"]["original"]
     for score in ("51.3% ± 1.2%", "not finite", "23.4 ± 0.5", "1024"):
         assert f"{score}</td>" in page
+    assert "Not in the picture, as it is not finite: out on lambada_openai acc." in page
     said = refusal("linearize", folder, "--data", tmp_path / "data-128", *beside[4:])
     assert "data-128" in said and "is not that of" in said
     kinds = load(out).config.layer_types
@@ -407,6 +408,27 @@ def test_command_and_those_that_its_page_names(folder, prepared, words, tmp_path
         model = load(tmp_path / run / "model")
         assert model.config.layer_types == kinds and model.config.max_position_embeddings == longest
         assert not torch.equal(model.lm_head.weight, load(out).lm_head.weight)
+
+
+def test_a_score_that_is_not_finite_has_no_bar():
+    drawn = bars({"old": [0.5, 0.0], "new": [None, 0.4]}, ["a", "b"], "accuracy", "task").axes[0].patches
+    assert [bar.get_height() for bar in drawn] == pytest.approx([0.5, 0.0, math.nan, 0.4], nan_ok=True)
+
+
+def test_the_loss_of_a_model_that_diverged_is_kept(folder, prepared, tmp_path, run_command):
+    """It is null in linearize.json, and the next command reads it as the number that it was."""
+    data = "--data", prepared, "--output", tmp_path / "out"
+    result = run_command("linearize", folder, *data, "--steps", 1, "--held-out", 1, "--threads", 1)
+    assert result.code == 0, result.err
+    diverged = load(folder)
+    diverged.lm_head.requires_grad_(False).weight.fill_(math.nan)
+    tiny.saved(diverged, tmp_path / "diverged")
+    for other in (tmp_path / "diverged", folder):
+        result = run_command("linearize", folder, *data, "--beside", other)
+        assert result.code == 0, result.err
+        assert "diverged nan" in result.out
+    report = json.loads((tmp_path / "out" / "linearize.json").read_text(), parse_constant=pytest.fail)
+    assert report["beside"][str(tmp_path / "diverged")] is None and list(report["not_finite"].values()) == ["nan"]
 
 
 def test_rows_of_the_commands_end_where_learned_positions_do():

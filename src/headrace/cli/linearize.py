@@ -192,12 +192,13 @@ def _add(one: LinearizeOptions, data: Any, device: Any) -> dict[str, Any]:
     from ..convert.checkpoint import load
     from ..convert.importing import cast
     from ..files.checks import read_json
+    from ..files.results import restored
     from ..training.linear import held_out_loss
     from ..training.processes import timed_steps
 
     added = {"tasks": _scores(one.scores)} if one.scores else {}
     path = one.output / REPORT
-    report = read_json(path, FORM)
+    report = restored(read_json(path, FORM))
     settings = replace(one.settings, **{name: report["measured"][name] for name in ("held_out", "precision")})
     require(report["measured"] == measured(settings, data), f"--data {str(one.data)!r} is not that of {str(path)!r}")
     report |= {"beside": report.get("beside", {})} | added
@@ -269,13 +270,14 @@ def measured(settings: Any, data: Any) -> dict[str, Any]:
 def _keep(report: dict[str, Any], folder: Path, device: Any) -> None:
     """Writes the report as JSON and as a page, with this command and where it ran."""
     from ..files.environment import command, environment
+    from ..files.results import finite
     from ..training.card import can_draw
     from ..utils.extras import named
 
     made = {"commands": command(), "environments": environment(str(device)) | {"seed": report["seed"]}}
     for name, one in made.items():
         report[name] = [other for other in report[name] if other != one] + [one]
-    write_json(folder / REPORT, report)
+    write_json(folder / REPORT, finite(report))
     if can_draw():
         from ..report.linearized import write_page
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.figure import Figure
 
 from .numbers import count, significant
@@ -86,13 +87,15 @@ def tasks(lines: list[dict[str, Any]], folder: Path) -> Section:
     for x in lines:
         found.setdefault((x["task"], x["metric"]), {})[x["model"]] = x
     shares = {name: own for name, own in found.items() if own[models[0]]["accuracy"]}
-    heights = {model: [own[model]["score"] or 0.0 for own in shares.values()] for model in models}
+    heights = {model: [own[model]["score"] for own in shares.values()] for model in models}
+    lacking = [f"{x['model']} on {x['task']} {x['metric']}" for x in lines if x["accuracy"] and x["score"] is None]
     drawn = bars(heights, ["\n".join(name) for name in shares], "accuracy", "task") if shares else None
     return Section(
         "Tasks",
         about=[TASKS],
         header=("task", "metric", "rows", *models),
         rows=[(*name, own[models[0]]["rows"], *(score(own[model]) for model in models)) for name, own in found.items()],
+        sentences=[f"Not in the picture, as it is not finite: {one}." for one in lacking],
         pictures=[] if drawn is None else [picture("Accuracies.", drawn, folder / "tasks.png")],
     )
 
@@ -181,14 +184,16 @@ def curve(errors: list[float]) -> Figure:
     return figure
 
 
-def bars(values: dict[str, list[float]], groups: list[str], unit: str, of: str = "layer") -> Figure:
-    """A figure with a group of bars for each layer or context; a group has a bar for each name in `values`."""
+def bars(values: dict[str, list[Any]], groups: list[str], unit: str, of: str = "layer") -> Figure:
+    """A figure with a group of bars for each layer or context; a group has a bar for each name in `values`, and none
+    for None."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(min(2 + len(groups), 8), 3), layout="constrained")
         ax, width = figure.add_subplot(), 0.8 / len(values)
         for i, (name, heights) in enumerate(values.items()):
             places = [x + width * (i - (len(values) - 1) / 2) for x in range(len(groups))]
-            ax.bar(places, heights, width, label=name, color=(SOFT, *PALETTE)[i % (1 + len(PALETTE))])
+            colour = (SOFT, *PALETTE)[i % (1 + len(PALETTE))]
+            ax.bar(places, np.array(heights, float), width, label=name, color=colour)  # None becomes NaN
         ax.set_xticks(range(len(groups)), groups)
         ax.set(xlabel=of, ylabel=unit)
         ax.grid(axis="x", visible=False)
