@@ -482,6 +482,23 @@ def test_a_picture_shows_the_interval_of_a_difference():
     assert bar.lines[2][0].get_segments()[0][:, 0] == pytest.approx(expected)
 
 
+def test_a_model_has_one_colour_in_all_panels_and_a_difference_without_a_number_no_place(tmp_path):
+    """b reads other rows of a needle task than a: its accuracy is in no panel."""
+    a, b, c = torch.rand(3, 50, dtype=torch.float64).tolist()
+    accuracies = {"a": record(a), "b": record([math.nan, *b[1:]]), "c": record(c)}
+    losses = {"a": a, "b": b, "c": c}
+    losses = {name: record([[-x, 1.0] for x in own], "word_perplexity") for name, own in losses.items()}
+    unknown = difference("b", "a", "piqa", "acc", accuracies)
+    section = report.differences([unknown], tmp_path)
+    assert not section.pictures and section.rows[0][-1] == "a score is not finite"
+    known = [difference(name, "a", "wikitext", "word_perplexity", losses) for name in "bc"]
+    figure = report.forest([*known, difference("c", "a", "piqa", "acc", accuracies)])
+    colours = [{bar.get_label(): bar.lines[0].get_color() for bar in ax.containers} for ax in figure.axes]
+    assert colours[0] == colours[1] and colours[0]["b"] != colours[0]["c"]
+    assert [text.get_text() for text in figure.axes[0].get_legend().get_texts()] == ["b", "c"]
+    assert len(figure.axes[0].get_yticks()) == 1
+
+
 def test_perplexities_and_bits_of_a_text():
     """Two rows of 3 and 5 bytes, −2 and −6 nats: 1 nat a byte."""
     rows = [(-2.0, 3.0), (-6.0, 5.0)]

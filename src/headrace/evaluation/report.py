@@ -122,9 +122,9 @@ def write_scores(evaluation: Evaluation, path: Path) -> None:
 
 
 def differences(found: Sequence[Difference], output: Path) -> Section:
-    """The table of all differences, with a picture of those that are numbers."""
+    """The table of all differences, with a picture of those that have an interval."""
     header, *rows = table_of_differences(found, "task")
-    drawn, known = [], [one for one in found if one.mean.n]
+    drawn, known = [], [one for one in found if math.isfinite(one.mean.reach)]
     if known:
         caption = "Differences with 95 % intervals. An interval that contains 0 does not tell the two apart."
         drawn = [picture(caption, forest(known), output / "differences.png")]
@@ -136,15 +136,15 @@ def forest(differences: Sequence[Difference]) -> Figure:
     panels = {unit: [one for one in differences if one.unit == unit] for unit in (POINTS, NATS)}
     panels = {unit: own for unit, own in panels.items() if own}
     names = {unit: [*dict.fromkeys(map(label, own))] for unit, own in panels.items()}
-    models = len({one.a for one in differences})
-    heights = [len(own) * (0.5 + 0.5 * models) for own in names.values()]
+    models = [*dict.fromkeys(one.a for one in differences)]
+    heights = [len(own) * (0.5 + 0.5 * len(models)) for own in names.values()]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, len(panels) + 0.36 * sum(heights)), layout="constrained")
         grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
         for ax, (unit, own) in zip(grid, panels.items(), strict=True):
-            draw(ax, own, names[unit])
+            draw(ax, own, names[unit], models)
             ax.set_xlabel(f"{unit.name}: below 0 worse, above 0 better")
-        if models > 1:
+        if len(models) > 1:
             grid[0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     return figure
 
@@ -153,16 +153,14 @@ def label(one: Difference) -> str:
     return one.where.partition(" ")[0] if one.unit == NATS else one.where
 
 
-def draw(ax: Axes, differences: Sequence[Difference], names: list[str]) -> None:
+def draw(ax: Axes, differences: Sequence[Difference], names: list[str], models: list[str]) -> None:
+    """Each of the models, which need not all be in the panel, has its colour."""
     ax.axvline(0, color=SOFT, lw=1)
-    models = list(dict.fromkeys(one.a for one in differences))
     for i, model in enumerate(models):
         own = {label(one): one for one in reversed(differences) if one.a == model}
-        known = [(names.index(name), one) for name, one in own.items() if math.isfinite(one.mean.reach)]
-        if known:
-            y = [at + i / (len(models) + 1) for at, _ in known]
-            mean, reach = ([getattr(one.mean, x) * one.unit.scale for _, one in known] for x in ("value", "reach"))
-            ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)
+        y = [names.index(name) + i / (len(models) + 1) for name in own]
+        mean, reach = ([getattr(one.mean, x) * one.unit.scale for one in own.values()] for x in ("value", "reach"))
+        ax.errorbar(mean, y, xerr=reach, fmt="o", ms=5, capsize=3, color=PALETTE[i % len(PALETTE)], label=model)
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.4, -0.6)
 
