@@ -285,6 +285,14 @@ def test_lines_tell_models_apart_and_panels_name_their_rows():
     assert [list(ax.lines[0].get_xdata()) for ax in figure.axes] == [[16, 32], [16]]
 
 
+def test_the_legend_names_a_model_that_the_last_panel_lacks():
+    line = {"left_out": None, "tokens_per_second": "5"}
+    lost = line | {"left_out": "out of memory"}
+    found = {"gla": {(16, 1): line, (16, 4): line}, "retnet": {(16, 1): line, (16, 4): lost}}
+    legend = report.panels("training", found, "x", "y").axes[-1].get_legend()
+    assert [text.get_text() for text in legend.get_texts()] == ["gla", "retnet"]
+
+
 def test_a_cache_that_would_not_fit_is_left_out_and_named(monkeypatch):
     monkeypatch.setattr(measure, "free", lambda plan: 2**30)
     plan = BenchPlan(("gla", "transformer"), SHAPE, rounds=1)
@@ -302,16 +310,33 @@ def test_a_cache_has_a_quarter_of_what_those_before_it_have_left(monkeypatch):
     assert found["transformer"]["seconds"] and found["gpt"]["left_out"].startswith("its cache needs 0.0 GiB, more than")
 
 
-def test_a_decoder_that_does_not_fit_leaves_the_others_to_be_measured(monkeypatch):
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError, RuntimeError("can't: you tried to allocate 17179864000 bytes")]
+)
+def test_a_decoder_that_does_not_fit_leaves_the_others_to_be_measured(error, monkeypatch):
+    """On a CPU, PyTorch has no class of its own for the error."""
+
     def fits(name, plan):
         if name == "gla":
-            raise torch.OutOfMemoryError
+            raise error
         return build(name, plan.shape)
 
     monkeypatch.setattr(measure, "built", fits)
     found = measure.measure(Point("decoding", 100), BenchPlan(("gla", "retnet", "gpt"), SHAPE, rounds=1))
     assert found["gla"] == {"left_out": "out of memory"} and len(found["retnet"]["seconds"]) == 1
     assert found["gpt"]["how"] == CACHED and found["gpt"]["bytes"] == cache_bytes("gpt", SHAPE, 100, 4)
+
+
+@pytest.mark.parametrize("what", ["training", "memory"])
+def test_rows_that_do_not_fit_are_left_out(what):
+    point = Point(what, 2**31 - 648, 10**6)  # 16 PB of ids
+    assert measure.measure(point, BenchPlan(("gla",), SHAPE, rounds=1)) == {"gla": {"left_out": "out of memory"}}
+
+
+def test_an_error_of_another_kind_is_raised(monkeypatch):
+    monkeypatch.setattr(measure, "built", lambda name, plan: torch.zeros(2) @ torch.zeros(3))
+    with pytest.raises(RuntimeError, match="inconsistent tensor size"):
+        measure.measure(Point("training", 8), BenchPlan(("gla",), SHAPE, rounds=1))
 
 
 def test_a_checkpoint_is_measured_at_its_own_sizes(tmp_path):

@@ -55,6 +55,12 @@ def test_cells_of_the_page(what, place, out, cost, gla, tmp_path):
     assert section.sentences == [f"transformer is left out at {out}: out of memory.", *how]
 
 
+def test_there_is_no_picture_of_models_that_are_all_left_out(tmp_path):
+    held = [one | {"models": {"transformer": {"left_out": "out of memory"}}} for one in HELD]
+    section = report.measured("training", report.rows(held, PLAN), PLAN, tmp_path)
+    assert not section.pictures and len(section.sentences) == 1
+
+
 def test_points_are_measured_once_and_in_order(tmp_path, monkeypatch):
     measured, told = [], []
     monkeypatch.setattr(measure, "measure", lambda point, plan: measured.append(point) or {"gla": {"seconds": [1.0]}})

@@ -21,6 +21,7 @@ from ..files import engine
 from ..files.devices import note_speed
 from ..files.engine import Tell
 from ..files.environment import environment
+from ..files.memory import Shortage, fitting
 from ..files.workers import Worker, begin, context, ended_by_errors
 from ..hf import HeadraceForCausalLM
 from ..utils import plugins
@@ -104,7 +105,7 @@ def decoding(point: Point, plan: BenchPlan) -> dict[str, Measured]:
             needed = point.batch * cache_bytes(name, plan.shape, point.length, plan.itemsize)
             if why := too_large(needed, known_memory("decoding", plan)):  # of what the models before it have left
                 about[name] = {"left_out": why}
-                raise torch.OutOfMemoryError
+                raise MemoryError
             decoder = Decoder(built(name, plan), point.batch)
             decoder.reach(point.length)
             decoders[name], about[name] = decoder, {"how": decoder.how, "bytes": decoder.state_bytes()}
@@ -129,10 +130,11 @@ def memory(point: Point, plan: BenchPlan) -> dict[str, Measured]:
         given = begin, (list(plugins.LOADED),)
         with ProcessPoolExecutor(1, context([plan.device]), *given) as pool, ended_by_errors(pool):
             try:
-                peaks[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
+                with fitting(name):
+                    peaks[name] = {"bytes": pool.submit(peak, name, point, plan).result()}
             except BrokenProcessPool:
                 peaks[name] = {"left_out": "its process was killed, perhaps because memory ran out"}
-            except torch.OutOfMemoryError:
+            except Shortage:
                 peaks[name] = {"left_out": "out of memory"}
     return peaks
 
@@ -192,9 +194,9 @@ def taking_turns(names: Iterable[str], turn: Callable[[str], float], plan: Bench
         for i in range(plan.rounds + 1):
             for name in [name for name, own in measured.items() if "left_out" not in own]:
                 try:
-                    seconds = turn(name)
-                    measured[name]["seconds"] += [seconds] * (i > 0)
-                except torch.OutOfMemoryError:
+                    with fitting(name):
+                        measured[name]["seconds"] += [turn(name)] * (i > 0)
+                except Shortage:
                     measured[name] = {"left_out": "out of memory"}
                 gc.collect()
     finally:

@@ -128,15 +128,15 @@ def measured(what: str, lines: list[dict[str, Any]], plan: BenchPlan, folder: Pa
     places = list(dict.fromkeys((line["length"], line["batch"]) for line in own))
     by_model = {name: {(x["length"], x["batch"]): x for x in own if x["model"] == name} for name in plan.models}
     rows = [(name, *(cell(what, by_place.get(place)) for place in places)) for name, by_place in by_model.items()]
-    figure = panels(what, by_model, place, unit)
     left_out = [
         f"{line['model']} is left out at {line['length']:,} × {line['batch']}: {line['left_out']}."
         for line in own if line["left_out"]
     ]  # fmt: skip
+    caption, path = f"{title}, {unit}. {CAPTION}", folder / f"{what}.png"
+    drawn = [picture(caption, panels(what, by_model, place, unit), path)] if len(left_out) < len(own) else []
     if what == "decoding":
         left_out += [f"{how}: {', '.join(names)}." for how, names in reached(own).items()]
     header = ("model", *(f"{length:,} × {batch}" if batch > 1 else f"{length:,}" for length, batch in places))
-    drawn = [picture(f"{title}, {unit}. {CAPTION}", figure, folder / f"{what}.png")]
     return Section(title, (f"{unit}, by {place}",), header=header, rows=rows, sentences=left_out, pictures=drawn)
 
 
@@ -183,8 +183,9 @@ def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Fig
 
 def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
     for name, pairs in series.items():
-        if points := sorted((x, y) for x, y in pairs if y is not None):
-            ax.plot(*zip(*points, strict=True), label=name, lw=1.8, ms=4, **line_style(name, list(series)))
+        points = sorted((x, y) for x, y in pairs if y is not None)  # without any, a line in the legend
+        x, y = ([point[i] for point in points] for i in (0, 1))
+        ax.plot(x, y, label=name, lw=1.8, ms=4, **line_style(name, list(series)))
     ax.set(xscale="log", yscale="log")
     ticks = sorted({x for pairs in series.values() for x, _ in pairs})
     ax.set_xticks(ticks, [compact(x) for x in ticks], fontsize=8)
