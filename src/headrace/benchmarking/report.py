@@ -183,9 +183,8 @@ def panels(what: str, by_model: dict[str, Any], xlabel: str, ylabel: str) -> Fig
 
 def draw(ax: Axes, series: dict[str, list[tuple[int, float | None]]]) -> None:
     for name, pairs in series.items():
-        points = sorted((x, y) for x, y in pairs if y is not None)  # without any, a line in the legend
-        x, y = ([point[i] for point in points] for i in (0, 1))
-        ax.plot(x, y, label=name, lw=1.8, ms=4, **line_style(name, list(series)))
+        known = {x: y for x, y in sorted(pairs) if y is not None}  # without any, the model is in the legend alone
+        ax.plot([*known], [*known.values()], label=name, lw=1.8, ms=4, **line_style(name, list(series)))
     ax.set(xscale="log", yscale="log")
     ticks = sorted({x for pairs in series.values() for x, _ in pairs})
     ax.set_xticks(ticks, [compact(x) for x in ticks], fontsize=8)

@@ -11,7 +11,9 @@ from typing import Any
 from rich.table import Table
 
 from .. import zoo
+from ..files.checks import read_json
 from ..files.processes import locked, resumed_folder
+from ..files.results import finite, restored
 from ..spec.linear import MixerSpec
 from ..utils.errors import InputError, reading, require
 from ..utils.integrity import digest, write_json
@@ -191,8 +193,6 @@ def _add(one: LinearizeOptions, data: Any, device: Any) -> dict[str, Any]:
     """Measures the losses of --beside as those of the report, and writes it with them and the scores."""
     from ..convert.checkpoint import load
     from ..convert.importing import cast
-    from ..files.checks import read_json
-    from ..files.results import restored
     from ..training.linear import held_out_loss
     from ..training.processes import timed_steps
 
@@ -270,7 +270,6 @@ def measured(settings: Any, data: Any) -> dict[str, Any]:
 def _keep(report: dict[str, Any], folder: Path, device: Any) -> None:
     """Writes the report as JSON and as a page, with this command and where it ran."""
     from ..files.environment import command, environment
-    from ..files.results import finite
     from ..training.card import can_draw
     from ..utils.extras import named
 

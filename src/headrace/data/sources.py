@@ -284,7 +284,8 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
             f"source {source!r} is a folder whose path has {odd!r}, which `datasets` reads as a pattern; expected its "
             "files by name, or a folder of another name"
         )
-    if local and (unread := _by_name_alone(Path(source))):
+    if local and (suffixes := {file.suffix for file in _files(Path(source))}) and suffixes <= {*BY_NAME}:
+        unread = min(suffixes)
         raise InputError(
             f"source {source!r} is a folder of {unread} files; expected them by name, as in {source}/*{unread}"
         )
@@ -324,12 +325,6 @@ def _other(folder: Path, kind: str) -> Path | None:
     wrong = {suffix for suffix, its_kind in READERS.items() if its_kind != kind} - {*BY_NAME}
     wrong |= {".md"} if kind == "text" else set()  # else it is about the data
     return next((file for file in _files(folder) if file.suffix in wrong), None)
-
-
-def _by_name_alone(folder: Path) -> str | None:
-    """The suffix of a folder's files, if `datasets` reads none of them."""
-    suffixes = {file.suffix for file in _files(folder)}
-    return min(suffixes) if suffixes and suffixes <= {*BY_NAME} else None
 
 
 def _files(folder: Path) -> Iterator[Path]:

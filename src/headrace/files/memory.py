@@ -6,11 +6,8 @@ from contextlib import contextmanager
 
 from ..utils.errors import InputError
 
-# What PyTorch's errors say of memory that no device has, and of sizes whose product no integer has. Their class
-# on a CPU is RuntimeError.
-SIGNS = re.compile(
-    r"tried to allocate (?P<asked>[\d.]+ \w+)|(multiplication|size calculation) overflow|OutOfMemoryError\(\)", re.I
-)
+# What PyTorch's errors say of memory that no device has, and of sizes whose product no integer has.
+SIGNS = re.compile(r"tried to allocate (?P<asked>[\d.]+ \w+)|multiplication overflow|size calculation overflow", re.I)
 
 
 class Shortage(InputError):
@@ -23,7 +20,7 @@ def fitting(what: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        sign = SIGNS.search(repr(error))
+        sign = SIGNS.search(str(error))
         if not sign and not isinstance(error, MemoryError):
             raise
         asked = f": {sign['asked']} more were asked for" if sign and sign["asked"] else ""
