@@ -226,6 +226,14 @@ def test_what_is_left_out_of_a_folder_is_said(tmp_path, capsys):
     assert capsys.readouterr().err.count("Left out by their names: a.txt, b.txt, test.txt and 1 more. Give files") == 1
 
 
+def test_a_folder_whose_names_tell_no_split_train_is_refused(tmp_path):
+    """`datasets` reads test.jsonl alone, and leaves out a.jsonl."""
+    for name in ("a.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": "one"}) + "\n")
+    with pytest.raises(InputError, match=r"has no split train, .*\['test'\].*; expected one, or files by name"):
+        read(tmp_path)
+
+
 @pytest.mark.parametrize("suffix", [".md", ".py"])
 def test_files_that_are_read_by_name_alone(tmp_path, suffix):
     """`datasets` leaves them out of a folder. Beside data of other kinds they are about the data, or its program."""

@@ -77,7 +77,7 @@ def _load(files: tuple[str, ...], name: str | None, _: Any) -> Corpus:
     training, tuning = _divided(rest, SHARE / (1 - SHARE), seed=1)
     split = {"training": training, "tuning": tuning, "held-out": held_out}
     made = {part: parts.tokenized(parts.texts_of(own), encode, tokens.eos_token_id) for part, own in split.items()}
-    read = digest([sources.fingerprint(files), tokenizer.sha256(tokens)])
+    read = digest([[*map(sources.fingerprint, files)], tokenizer.sha256(tokens)])
     return Corpus(made, tokens, parts.bad_rows(rows), read)
 
 

@@ -171,7 +171,7 @@ def _written(plan: Preparation, choice: Choice, tokens: PreTrainedTokenizerFast,
 def _described(plan: Preparation, tokens: PreTrainedTokenizerFast) -> dict[str, Any]:
     limit = {"tokens_wanted": plan.tokens, "sample": plan.sample}
     return {
-        "sources": sources.fingerprint(plan.sources),
+        "sources": [*map(sources.fingerprint, plan.sources)],
         "tokenizer_sha256": tokenizer.sha256(tokens),
         "documents_cut": can_be_cut(tokens),
         "vocab_size": tokenizer.size(tokens),

@@ -293,7 +293,12 @@ def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
     from datasets import load_dataset
 
     load: Any = partial(load_dataset, name, configuration or None, split="train", streaming=True)
-    dataset = load()
+    try:
+        dataset = load()
+    except ValueError as error:
+        told = f"source {source!r} has no split train, which the names of files tell ({error})"
+        require("Bad split" not in str(error), f"{told}; expected one, or files by name")
+        raise
     if local and (other := _other(Path(source), dataset.info.builder_name)):
         kind = dataset.info.builder_name
         raise InputError(f"source {source!r} mixes {kind} files and {other.name!r}; expected a folder of one kind")
@@ -340,14 +345,10 @@ def _cause(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def fingerprint(sources: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Name, size in bytes and SHA-256 of every file; name and a digest of the files of a folder; the name alone for a
-    data set of the Hub."""
-    return [_fingerprint(Path(source), source) for source in sources]
-
-
-def _fingerprint(path: Path, source: str) -> dict[str, Any]:
-    if path.is_file():
+def fingerprint(source: str) -> dict[str, Any]:
+    """Name, size in bytes and SHA-256 of a file; name and a digest of the files of a folder; the name alone for a data
+    set of the Hub."""
+    if (path := Path(source)).is_file():
         return {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256(path)}
     if not path.is_dir():
         return {"name": source}
