@@ -124,10 +124,9 @@ def write_scores(evaluation: Evaluation, path: Path) -> None:
 def differences(found: Sequence[Difference], output: Path) -> Section:
     """The table of all differences, with a picture of those that have an interval."""
     header, *rows = table_of_differences(found, "task")
-    drawn, known = [], [one for one in found if math.isfinite(one.mean.reach)]
-    if known:
-        caption = "Differences with 95 % intervals. An interval that contains 0 does not tell the two apart."
-        drawn = [picture(caption, forest(known), output / "differences.png")]
+    known = [one for one in found if math.isfinite(one.mean.reach)]
+    caption = "Differences with 95 % intervals. An interval that contains 0 does not tell the two apart."
+    drawn = [picture(caption, forest(known), output / "differences.png")] if known else []
     return Section("Differences", (ABOUT_PAIRS,), header=header, rows=rows, pictures=drawn)
 
 
