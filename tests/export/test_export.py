@@ -204,6 +204,16 @@ def test_wrong_graph_is_refused(checkpoint, exported, tmp_path, monkeypatch):
 
 
 @torch.no_grad()
+def test_a_model_that_diverged_is_named_and_not_its_graph(checkpoint, tmp_path):
+    diverged = load(checkpoint)
+    diverged.model.backbone.layers[1].mixer.o_proj.weight.fill_(torch.nan)
+    folder = saved(diverged, tmp_path / "diverged")
+    done = CliRunner().invoke(app, ["export", str(folder), "--to", "onnx", "--output", str(tmp_path / "out")])
+    assert isinstance(done.exception, InputError) and not (tmp_path / "out").exists()
+    assert str(done.exception) == f"checkpoint {str(folder)!r} gives NaN or infinite logits; expected finite"
+
+
+@torch.no_grad()
 def test_exported_model_generates_the_same_200_tokens(checkpoint, exported):
     model = load(checkpoint)
     ids = torch.tensor(byte_level()([PROMPT, "Nobody"]).input_ids)

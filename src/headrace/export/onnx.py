@@ -186,9 +186,9 @@ def export(checkpoint: Path, folder: Path, weights: str = "float32", opset: int 
     path = folder / MODEL
     trace(model).save(path)
     error, torch_error = errors(path, model)
-    if not error <= max(TOLERANCE, MAX_ERROR_RATIO * torch_error):
-        others = f"{error:.1e} of the largest, those of PyTorch by {torch_error:.1e}"
-        raise InputError(f"the logits of {MODEL} are wrong by {others}")
+    require(torch_error < float("inf"), f"checkpoint {str(checkpoint)!r} gives NaN or infinite logits; expected finite")
+    wrong = f"the logits of {MODEL} are wrong by {error:.1e} of the largest, those of PyTorch by {torch_error:.1e}"
+    require(error <= max(TOLERANCE, MAX_ERROR_RATIO * torch_error), wrong)
     sentence = f"its logits differ from float64's by {error:.1e} of the largest, PyTorch's by {torch_error:.1e}"
     if weights == "int8":
         quantize(path)
