@@ -121,7 +121,8 @@ def blocks(
     style = BlockStyle("layer", mlp=kind, bias=c["norm_bias"], embedding_norm=True)  # type: ignore[arg-type]
     within = norm_views(style, {"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"})
     within |= modules({f"mlp.{name}_proj": f"ffn.{module}" for name, module in (mlp | {"down": "value"}).items()})
-    within |= plain({f"mlp.mix.{name}": weight for name, weight in mixes.items()}, offset=1.0, factor=-1.0)
+    mixed = {f"mlp.mix.{name}": weight for name, weight in mixes.items()}
+    within |= plain(mixed, offset=1.0, factor=-1.0, shape=(c["hidden_size"],))
     given, written = c["hidden_ratio"], c["intermediate_size"]
     width = written or 32 * -(-int(c["hidden_size"] * (ratio if given is None else given)) // 32)
     layers, views = [Layer(spec) for spec, _ in pairs], [within | own for _, own in pairs]
