@@ -85,7 +85,7 @@ REFUSED = {
     "config.json has num_experts=4, num_experts_per_tok=10: experts.chosen=10 exceeds experts.count=4": (
         "qwen3_next", (), {"num_experts": 4, "num_experts_per_tok": 10, "mlp_only_layers": [0, 0]}
     ),
-    "config.json has experts that are not allowed: Experts.balance=-1.0; expected at least 0": (
+    "config.json has router_aux_loss_coef=-1.0: Experts.balance=-1.0; expected at least 0": (
         "qwen3_next", (), {"num_experts": 4, "output_router_logits": True, "router_aux_loss_coef": -1.0}
     ),
     "'lm_head.weight' is not the embedding, with which config.json ties it; expected tie_word_embeddings=false": (

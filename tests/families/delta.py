@@ -31,7 +31,7 @@ LING = {"num_expert_group": 2, "topk_group": 1}
 MIXED = {
     "num_hidden_layers": [{"num_hidden_layers": 1, "layer_types": BOTH[:1], "mlp_layer_types": ["dense"]}],
     "layer_types": [{"layer_types": BOTH[::-1]}], "mlp_layer_types": [{"mlp_layer_types": ["sparse", "dense"]}],
-    "q_lora_rank": [8],
+    "q_lora_rank": [8], "num_attention_heads": [{"num_attention_heads": n, "num_key_value_heads": 2} for n in (2, 8)],
 }  # fmt: skip
 
 FAMILIES = {

@@ -15,6 +15,7 @@ PAIRS = {
     "hidden_act": ["gelu_new", "relu"], "num_attention_heads": [2, 8],
     "rope_parameters": [ROPES["yarn"], ROPES["linear"], rope("default")],
 }  # fmt: skip
+NARROW = [2, {"num_attention_heads": 8} | rope("default", partial_rotary_factor=0.25)]  # the latter turns one channel
 GPT = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 300}
 GPT |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 NEO = {"vocab_size": 61, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "max_position_embeddings": 300}
@@ -29,7 +30,7 @@ FAMILIES = {
             "one after the other": {"use_parallel_residual": False}, "yarn": ROPES["yarn"],
             "tied, without biases": {"tie_word_embeddings": True, "attention_bias": False},
         },
-        fields=SOME,
+        fields=SOME | {"num_attention_heads": NARROW},
     ),
     "phi": Family(
         HEADS,
@@ -67,7 +68,7 @@ FAMILIES = {
             "joint": {"use_parallel_residual": True, "use_qkv_bias": True}, "tied": {"tie_word_embeddings": True},
             "yarn": ROPES["yarn"],
         },
-        fields=SOME | {"hidden_act": ["gelu_new", "relu"]},
+        fields=SOME | {"hidden_act": ["gelu_new", "relu"], "num_attention_heads": NARROW},
     ),
     "starcoder2": Family(
         HEADS,

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from typing import Any
 
 from ..spec.stack import BlockStyle, Experts
-from ..utils.errors import InputError
 from .fields import Fields
 from .parts import mlp_views
 from .views import Block, View, Views, named, plain
@@ -67,17 +66,12 @@ def mixture_of(
     """Returns a mixture of experts. fields: {field of its kind: their field}; balance: weight of the load-balancing
     loss; None: the one that transformers adds if the model returns router logits; fixed: other fields.
 
-    Raises InputError, which names their fields, for values that do not fit each other."""
+    Raises InputError for values that do not fit each other."""
     if balance is None:
         weight, added = c["router_aux_loss_coef"], c["output_router_logits"]
         balance = weight if added else 0.0
-    values = {ours: c[theirs] for ours, theirs in fields.items()}
-    try:
-        return kind(**values, balance=balance, **fixed)
-    except InputError as reason:
-        meant = [name for name in fields if f"xperts.{name}=" in str(reason)]
-        listed = ", ".join(f"{fields[name]}={values[name]!r}" for name in meant) or "experts that are not allowed"
-        raise InputError(f"config.json has {listed}: {reason}") from None
+    c.meant |= {f"experts.{ours}=": theirs for ours, theirs in fields.items()}
+    return kind(**{ours: c[theirs] for ours, theirs in fields.items()}, balance=balance, **fixed)
 
 
 def deepseek_experts(c: Fields) -> Experts:

@@ -30,6 +30,11 @@ COUNTS = ("_layers", "_layer", "_experts")  # how the names of numbers of layers
 COUNTED = 2**16  # the most of them, as each takes memory before a tensor is read
 # Files of transformers that read fields of every model, whether its class has them or not.
 GENERIC = ("masking_utils.py", "cache_utils.py", "quantizers/auto.py")
+# Names of the fields of specs, as sentences have them -> fields that set them.
+MEANT = {
+    "rope.": "rope_parameters", "pattern=": "sliding_window", "kv_heads=": "num_key_value_heads",
+    "num_heads=": "num_attention_heads", "experts.balance=": "router_aux_loss_coef",
+}  # fmt: skip
 # A field that code reads, and its value where it is absent: config.NAME, getattr(config, "NAME", VALUE) or
 # kwargs.pop("NAME", VALUE).
 READ = re.compile(r"""(?:config(?:\.|, ["'])|kwargs\.\w+\(["'])(\w+)(?:["'], (\w+))?""")
@@ -61,6 +66,7 @@ class Fields:
         self.read: set[str] = set()  # fields whose values the converted model has
         self.fixed: set[str] = set()  # fields of which some values are refused
         self.ignored: set[str] = set()  # fields that do not affect the logits of this model
+        self.meant = {**MEANT}  # and those of the model's experts
         self.passed: Config = {}  # fields of config.json that transformers does not read, or at their defaults
 
     def __getitem__(self, name: str) -> Any:
@@ -101,6 +107,15 @@ class Fields:
         """Raises InputError, which names the field, its value and the values that can be converted."""
         value = _brief(self._values.get(name))
         raise InputError(f"config.json has {name}={value}; expected {expected}: nothing else can be converted")
+
+    def explained(self, reason: InputError) -> InputError:
+        """Returns an error of a spec with the fields that it means."""
+        text = str(reason)
+        if text.startswith("config.json"):
+            return reason
+        fields = [name for ours, name in self.meant.items() if ours in text.lower() and name in self.read]
+        listed = ", ".join(f"{name}={_brief(self._values[name])}" for name in fields)
+        return InputError(f"config.json {f'has {listed}: ' if listed else 'describes a model whose '}{text}")
 
     def ignore(self, *names: str) -> None:
         """Marks fields that do not affect the logits."""
@@ -211,7 +226,8 @@ def check_sizes(described: Config, largest: int) -> None:
         if type(value) in (int, float):
             is_float = type(value) is float or name == "rope_theta"  # of Falcon-H1, 1e11, which JavaScript writes out
             other = sys.float_info.max if is_float else LARGEST
-            most = COUNTED if name.endswith(COUNTS) else largest if name.endswith(SIZES) else other
+            is_size = name.endswith(SIZES) and not name.endswith("window_size")  # a window may exceed any tensor
+            most = COUNTED if name.endswith(COUNTS) else largest if is_size else other
             require(abs(value) <= most, f"config.json has {name}={short(value)}; expected at most {most}")
             if type(value) is int and name.endswith((*COUNTS, *SIZES)) and not name.startswith("mtp_"):
                 least = int(name.endswith(("_heads", "_head", "hidden_size", "hidden_layers", "n_layer")))

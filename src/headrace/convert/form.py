@@ -77,9 +77,8 @@ class Format:
         fields = Fields(described, self.defaults, self.types)
         try:
             model = self.read(fields)
-        except InputError as error:  # of a spec, which has other names for the fields
-            named = str(error).startswith("config.json")
-            raise InputError(f"{'' if named else 'config.json describes a model whose '}{error}") from None
+        except InputError as error:
+            raise fields.explained(error) from None
         if self.files is ScaledBlocks and block_of(described):
             fields.read.add("quantization_config")
         fields.refuse_unknown()

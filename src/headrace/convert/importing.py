@@ -243,7 +243,8 @@ def _precision(form: Format, files: Tensors, views: Views) -> torch.dtype:
 
 def _check_tensors(form: Format, model: Any, foreign: Model, files: Tensors) -> None:
     """Raises InputError for a tensor that is missing, unexpected or of another shape. Takes no memory."""
-    ours, left = slots(model), {name for name in files.headers if form.holds(name, *foreign.outside)}
+    ours, held = slots(model), {name for name, header in files.headers.items() if header.elements}
+    left = {name for name in held if form.holds(name, *foreign.outside)}
     assert ours.keys() == foreign.views.keys(), sorted(ours.keys() ^ foreign.views.keys())[:4]
     for name, view in foreign.views.items():
         require(view.name in files.headers, f"it has no tensor {view.name!r}")

@@ -85,6 +85,7 @@ def lfm3(c: Fields) -> Model:
     """Attention has a gate per head, and rotary positions of its own in layers with a window; a norm follows each
     branch."""
     c.only("attention_bias", False)
+    c.ignore("sliding_window", "rope_parameters")  # of a model without layers that read them
     kinds, D, H = layer_types(c, ("conv", *WINDOWS)), c["hidden_size"], c["num_attention_heads"]
     conv, conv_views = short_convolution(c)
     specs: dict[str, Any] = {"conv": conv}

@@ -36,7 +36,7 @@ def gpt_neox(c: Fields) -> Model:
 def falcon(c: Fields) -> Model:
     """Those before Falcon-40B have one head of k and v, or one per head of q."""
     c.only("alibi", False)
-    c.ignore("hidden_dropout", "num_kv_heads")
+    c.ignore("hidden_dropout", "num_kv_heads", "multi_query")  # each of the latter is of some models alone
     H, later, norms = c["num_attention_heads"], bool(c["new_decoder_architecture"]), c["num_ln_in_parallel_attn"]
     c.only("parallel_attn", True, *[False] * (not later))  # of the others no forward of transformers is defined
     c.only("num_ln_in_parallel_attn", None, 1, *[2] * later)

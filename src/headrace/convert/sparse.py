@@ -206,6 +206,7 @@ def hunyuan_v1_moe(c: Fields) -> Model:
     if len({*chosen}) != 1:
         c.refuse("moe_topk", "one number for all layers")
     width = c["intermediate_size"]
+    c.meant |= {"experts.chosen=": "moe_topk"}
     mixture = mixture_of(c, {"count": "num_experts"}, balance=0.0, chosen=chosen[0], normalized=True, shared=width)
     style = gated_style(c, experts=mixture)
     views = experts("mlp", mixture.count, router="gate.wg") | mlp_views("mlp.shared_mlp", style, "mlp.shared")
