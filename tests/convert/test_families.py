@@ -285,7 +285,7 @@ def test_windows_by_a_pattern_are_those_of_their_class(tmp_path):
     ("kind", "changes"),
     [
         ("falcon", {"new_decoder_architecture": True, "multi_query": False, "num_kv_heads": 2}),
-        ("lfm3", {"layer_types": ["full_attention", "conv", "full_attention"]}), ("lfm3", {"layer_types": 3 * ["conv"]}),
+        *(("lfm3", {"layer_types": kinds}) for kinds in (["full_attention", "conv", "full_attention"], 3 * ["conv"])),
         ("deepseek_v3", {"n_shared_experts": 0}),  # whose MLP is saved as tensors without elements
         ("recurrent_gemma", {"attention_window_size": 10**5}),  # more than a tensor has elements
     ],
