@@ -9,23 +9,13 @@ from ..extra.specs.latent import LatentSpec
 from ..spec.attention import AttentionSpec, Rope
 from ..spec.linear import MixerSpec
 from ..spec.stack import BlockStyle, Layer
-from .experts import (
-    GATED_EXPERT,
-    MIXTRAL_EXPERT,
-    QWEN_EXPERTS,
-    deepseek_experts,
-    mixture_of,
-    qwen_experts,
-    qwen_mixture,
-    routed,
-    stacked_experts,
-)
+from . import moe
 from .fields import Fields
-from .form import Format, Model, model_of
-from .parts import NORMS, latent_attention, layer_types, mlp_views
+from .form import Format, Mixer, Model, model_of
+from .parts import latent_attention, layer_types
 from .rotary import latent_scale, rotation
-from .softmax import attention, attention_views, window_of
-from .views import View, Views, below, modules, named, projections, stacked
+from .softmax import attention, attention_views, keyed, window_of
+from .views import View, Views, below, mlp_views, modules, named, projections, stacked
 
 KINDS = ("linear_attention", "full_attention")
 DYNAMICS = {
@@ -38,7 +28,7 @@ DYNAMICS = {
 
 
 def qwen3_next(c: Fields) -> Model:
-    return qwen(c, qwen3_next_projections, *qwen_mixture(c, shared_gate=True))
+    return qwen(c, qwen3_next_projections, *moe.qwen_mixture(c, shared_gate=True))
 
 
 def qwen3_5(c: Fields) -> Model:
@@ -47,8 +37,8 @@ def qwen3_5(c: Fields) -> Model:
 
 def qwen3_5_moe(c: Fields) -> Model:
     """Every layer has experts, whose weights are always divided by their sum."""
-    fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "normalized"}
-    mixture = mixture_of(c, fields, normalized=True, shared_gate=True)
+    fields = {ours: theirs for ours, theirs in moe.QWEN_EXPERTS.items() if ours != "normalized"}
+    mixture = moe.mixture_of(c, fields, normalized=True, shared_gate=True)
     return qwen(c, qwen3_5_projections, range(c["num_hidden_layers"]), mixture)
 
 
@@ -60,22 +50,16 @@ def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixt
     c.ignore("full_attention_interval")  # by which their class has set layer_types
     c.only("hidden_act", "silu", "swish")
     kinds, delta, style = layer_types(c, KINDS), delta_sizes(c), BlockStyle("rms-offset", experts=mixture)
-    specs: dict[str, Any] = {"linear_attention": gated_delta(c, *delta)}
-    own = {"linear_attention": named("mixer", "linear_attn", DYNAMICS) | projections("linear_attn", *delta)}
-    heads, mixed = delta[0], len(sparse) == len(kinds)
-    if mixed:
-        c.ignore("intermediate_size")  # of an MLP, which no layer has
-    width = mixture.width if mixed else c["intermediate_size"]
+    linear, heads, mixers = gated_delta(c, *delta), delta[0], dict[str, Mixer]()
     if "full_attention" in kinds:
-        specs["full_attention"] = spec = qwen_attention(c)
-        own["full_attention"], heads = qwen_attention_views("self_attn", spec), c["num_attention_heads"]
+        spec, heads = qwen_attention(c), c["num_attention_heads"]
+        mixers["full_attention"] = spec, qwen_attention_views("self_attn", spec)
     else:
-        specs["linear_attention"] = zoo.change_all(specs["linear_attention"], {"heads.count": None})
+        linear = zoo.change_all(linear, {"heads.count": None})
         c.ignore("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
-    layers = [Layer(specs[kind], "experts" if i in sparse else "one") for i, kind in enumerate(kinds)]
-    mlps = [qwen_experts(mixture.count, style) if i in sparse else mlp_views("mlp", style) for i in range(len(kinds))]
-    views = [modules(NORMS) | own[kind] | mlp for kind, mlp in zip(kinds, mlps, strict=True)]
-    return model_of(c, layers, style, views, num_heads=heads, intermediate_size=width)
+    mixers["linear_attention"] = linear, named("mixer", "linear_attn", DYNAMICS) | projections("linear_attn", *delta)
+    views = moe.qwen_experts(mixture.count, style) if mixture else {}
+    return model_of(c, [mixers[kind] for kind in kinds], style, experts=views, which=sparse, num_heads=heads)
 
 
 def qwen_attention(c: Fields) -> AttentionSpec:
@@ -136,20 +120,15 @@ def lara_mini(c: Fields) -> Model:
     has experts."""
     c.only("hidden_act", "silu", "swish")
     kinds = layer_types(c, (*KINDS, "sliding_attention"))
-    delta, mixture = delta_sizes(c), mixture_of(c, QWEN_EXPERTS)
+    delta, mixture = delta_sizes(c), moe.mixture_of(c, moe.QWEN_EXPERTS)
     softmax = attention(c, bias=c["attention_bias"], qk_norm="head", rotary=False)
-    turned = rotation(c, c["head_dim"])
-    specs: dict[str, Any] = {
-        "linear_attention": gated_delta(c, *delta), "full_attention": softmax,
-        "sliding_attention": replace(softmax, rotary=True, rope=turned, pattern=window_of(c)),
-    }  # fmt: skip
-    style, views = BlockStyle(experts=mixture), attention_views(softmax, "self_attn")
-    own = dict.fromkeys(specs, views) | {"linear_attention": lara_delta("linear_attn", *delta)}
-    mlp = stacked_experts("mlp", mixture, c["hidden_size"], LARA_EXPERTS)
-    mlp |= mlp_views("mlp.shared_expert", style, "mlp.shared")
-    layers = [Layer(specs[kind], "experts") for kind in kinds]
-    all_views = [modules(NORMS) | own[kind] | mlp for kind in kinds]
-    return model_of(c, layers, style, all_views, intermediate_size=mixture.width)
+    turned = replace(softmax, rotary=True, rope=rotation(c, c["head_dim"]), pattern=window_of(c))
+    mixers = dict(zip(("full_attention", "sliding_attention"), keyed([softmax, turned]), strict=True))
+    mixers["linear_attention"] = gated_delta(c, *delta), lara_delta("linear_attn", *delta)
+    style = BlockStyle(experts=mixture)
+    views = moe.stacked_experts("mlp", mixture, c["hidden_size"], LARA_EXPERTS)
+    views |= mlp_views("mlp.shared_expert", style, "mlp.shared")
+    return model_of(c, [mixers[kind] for kind in kinds], style, experts=views)
 
 
 LARA_EXPERTS = "gate.weight", "experts.gate_up_proj", "experts.down_proj"
@@ -187,14 +166,13 @@ def olmo_hybrid(c: Fields) -> Model:
     spec = AttentionSpec(c["num_key_value_heads"], rotated, count=H, qk_norm="joint", rope=turned)
     beta = "sigmoid-2" if c["linear_allow_neg_eigval"] else "sigmoid"
     linear = gated_delta(c, *delta_sizes(c), {"write.beta": beta, "read.eps": 1e-5})
-    layers = {"linear_attention": Layer(linear), "full_attention": Layer(spec, order="branch")}
-    own = {
-        "linear_attention": modules(OLMO_NORMS) | named("mixer", "linear_attn", SEPARATE | OLMO_DELTA),
-        "full_attention": modules(OLMO_BRANCH_NORMS) | attention_views(spec, "self_attn"),
-    }
-    kinds, style = layer_types(c, KINDS), BlockStyle()
-    views = [own[kind] | mlp_views("mlp", style) for kind in kinds]
-    return model_of(c, [layers[kind] for kind in kinds], style, views)
+    mixers: dict[str, Mixer] = {
+        "linear_attention": (linear, modules(OLMO_NORMS) | named("mixer", "linear_attn", SEPARATE | OLMO_DELTA)),
+        "full_attention": (
+            Layer(spec, order="branch"), modules(OLMO_BRANCH_NORMS) | attention_views(spec, "self_attn")
+        ),
+    }  # fmt: skip
+    return model_of(c, [mixers[kind] for kind in layer_types(c, KINDS)], BlockStyle(), {})
 
 
 # --- Kimi Linear and Ling --------------------------------------------------------------------------------------------
@@ -212,7 +190,7 @@ def kimi_linear(c: Fields) -> Model:
     latent = latent_spec(c, rotary=False)
     c.ignore("linear_attn_config", "head_dim", "first_k_dense_replace")  # by which its class has set others
     mlp = ("block_sparse_moe", "embed_tokens", "e_score_correction_bias")
-    names = Kimi("self_attn", "o_proj", *mlp, MIXTRAL_EXPERT, (1, 1, linear.heads.count, 1))
+    names = Kimi("self_attn", "o_proj", *mlp, moe.MIXTRAL_EXPERT, (1, 1, linear.heads.count, 1))
     return kimi(c, linear, latent, SEPARATE | KIMI_LOW_RANK, names)
 
 
@@ -225,11 +203,8 @@ def bailing_hybrid(c: Fields) -> Model:
     rope = rotation(c, c["qk_rope_head_dim"])
     scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
     latent = latent_spec(c, rope=rope, gate="head", scale=scale)
-    names = Kimi("attention", "dense", "mlp", "word_embeddings", "expert_bias", GATED_EXPERT)
-    depth = c["num_hidden_layers"]
-    more = range(depth, depth + c["num_nextn_predict_layers"])  # layers of multi-token prediction
-    model = kimi(c, linear, latent, SEPARATE | LING, names)
-    return model._replace(outside=tuple(f"model.layers.{i}." for i in more))
+    names = Kimi("attention", "dense", "mlp", "word_embeddings", "expert_bias", moe.GATED_EXPERT)
+    return moe.predicting(c, kimi(c, linear, latent, SEPARATE | LING, names))
 
 
 class Kimi(NamedTuple):
@@ -268,20 +243,18 @@ def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str]
     """pairs: {our name: their name} of the tensors of a linear layer."""
     c.only("hidden_act", "silu", "swish")
     c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
-    kinds, mlps = layer_types(c, KINDS), layer_types(c, ("dense", "sparse"), "mlp_layer_types")
-    mixture, specs = deepseek_experts(c), {"linear_attention": linear, "full_attention": latent}
-    style = BlockStyle(experts=mixture if "sparse" in mlps else None)
+    mixture, which = moe.deepseek_experts(c), moe.routed_layers(c)
+    style = BlockStyle(experts=mixture if which else None)
     decay = {"mixer.decay.A_log": View(f"{names.mixer}.A_log", shape=names.decay)}
-    own = {
-        "linear_attention": named("mixer", names.mixer, pairs) | decay,
-        "full_attention": latent_attention(names.mixer, latent, names.output, pairs=latent.rotary),
-        "dense": mlp_views(names.mlp, style),
-        "sparse": routed(names.mlp, mixture, style, f"gate.{names.choice_bias}", names.expert),
+    mixers: dict[str, Mixer] = {
+        "linear_attention": (linear, named("mixer", names.mixer, pairs) | decay),
+        "full_attention": (latent, latent_attention(names.mixer, latent, names.output, pairs=latent.rotary)),
     }
-    pairs_of = [*zip(kinds, mlps, strict=True)]
-    layers = [Layer(specs[kind], "experts" if mlp == "sparse" else "one") for kind, mlp in pairs_of]
-    views = [modules(NORMS) | own[kind] | own[mlp] for kind, mlp in pairs_of]
-    return model_of(c, layers, style, views, ("model", names.embedding, "norm", "layers"))
+    views = moe.routed(names.mlp, mixture, style, f"gate.{names.choice_bias}", names.expert)
+    return model_of(
+        c, [mixers[kind] for kind in layer_types(c, KINDS)], style, dense=mlp_views(names.mlp, style), experts=views,
+        which=which, names=("model", names.embedding, "norm", "layers"),
+    )  # fmt: skip
 
 
 FORMATS: dict[str, Format] = {

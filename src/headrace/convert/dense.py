@@ -11,13 +11,13 @@ from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle
 from . import softmax
 from .fields import Config, Fields
-from .form import Format, Model
-from .parallel import squared
-from .parts import BRANCH_NORMS, NORMS, in_order, is_positive, mlp_views, multiplier
+from .form import Format, Model, model_of
+from .parallel import squared, up_down
+from .parts import in_order, is_positive, multiplier
 from .rotary import ORIGINAL, rotation
-from .softmax import UNGATED, activation, attention, attention_views, decoder, gated, llama_like, window_of, windowed
+from .softmax import UNGATED, activation, attention, attention_views, gated, keyed, window_of, windowed
 from .variants import SANDWICH_NORMS, bounded, gemma3, multiplied, sandwich
-from .views import Block, View, modules, named, norm_views
+from .views import NORMS, Block, View, mlp_views, named
 
 BIASES: Any = {(True, True): True, (True, False): "qkv", (False, True): "o", (False, False): False}
 EXAONE = {  # parts of Llama's names -> those of EXAONE 3
@@ -29,7 +29,7 @@ BEFORE = {name: SANDWICH_NORMS[name] for name in ("mixer_norm", "mlp_norm")}
 APERTUS_MLPS = UNGATED | {"xielu": "xielu"}
 APERTUS = {"mixer_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
 AFTER = {"mixer_after": "post_norm1", "mlp_after": "post_norm2"}
-LATE = {"mixer.q_norm": "self_attn.query_layernorm", "mixer.k_norm": "self_attn.key_layernorm"}
+LATE = NORMS | {"mixer.q_norm": "self_attn.query_layernorm", "mixer.k_norm": "self_attn.key_layernorm"}
 
 
 def seed_oss(c: Fields) -> Model:
@@ -39,7 +39,7 @@ def seed_oss(c: Fields) -> Model:
 
 def arcee(c: Fields) -> Model:
     style = BlockStyle(mlp=activation(c, "hidden_act", UNGATED), bias=c["mlp_bias"])
-    return llama_like(c, [attention(c, bias=c["attention_bias"])], style)
+    return model_of(c, keyed([attention(c, bias=c["attention_bias"])]), style)
 
 
 def exaone(c: Fields) -> Model:
@@ -57,7 +57,7 @@ def exaone4(c: Fields) -> Model:
     """In a model with a window, the layers without one have no positions."""
     c.ignore("sliding_window_pattern")  # by which its class has set layer_types
     alone = attention(c, qk_norm="head", rotary=c["sliding_window"] is None)
-    return gated(c, windowed(c, attention(c, qk_norm="head"), alone), BRANCH_NORMS, "branch")
+    return gated(c, windowed(c, attention(c, qk_norm="head"), alone), "branch")
 
 
 def cwm(c: Fields) -> Model:
@@ -79,7 +79,7 @@ def ministral3(c: Fields) -> Model:
 
 
 def hunyuan(c: Fields) -> Model:
-    return gated(c, [hunyuan_spec(c)], NORMS | LATE)
+    return gated(c, [hunyuan_spec(c)], norms=LATE)
 
 
 def hunyuan_spec(c: Fields) -> LateNormSpec:
@@ -119,16 +119,15 @@ def nanochat(c: Fields) -> Model:
     style = BlockStyle("rms-plain", mlp=kind, embedding_norm=True, logits_cap=cap)
     d, _ = spec.head_dims(c["hidden_size"], H)
     own = in_order(attention_views(spec, "self_attn"), d, (H, spec.kv_heads or H), (*range(d // 2, d), *range(d // 2)))
-    own |= modules({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"})
-    return decoder(c, [LateNormSpec(**vars(spec), weights=False)], style, own)
+    mixer = LateNormSpec(**vars(spec), weights=False), own
+    return model_of(c, [mixer], style, dense=up_down("mlp.fc1", "mlp.fc2", False))
 
 
 def apertus(c: Fields) -> Model:
     spec, kind = attention(c, bias=c["attention_bias"], qk_norm="head"), activation(c, "hidden_act", APERTUS_MLPS)
     style, numbers = BlockStyle(mlp=kind), ("alpha_p", "alpha_n", "beta", "eps") if kind == "xielu" else ()
-    own = modules(APERTUS) | mlp_views("mlp", style) | attention_views(spec, "self_attn")
-    own |= named("mlp.activation", "mlp.act_fn", {name: name for name in numbers})
-    return decoder(c, [spec], style, own)
+    mlp = mlp_views("mlp", style) | named("mlp.activation", "mlp.act_fn", {name: name for name in numbers})
+    return model_of(c, keyed([spec]), style, APERTUS, mlp)
 
 
 def vaultgemma(c: Fields) -> Model:
@@ -150,11 +149,11 @@ def opt(c: Fields) -> Model:
     bias, n, weights = c["enable_bias"], c["max_position_embeddings"], c["layer_norm_elementwise_affine"]
     spec, kind = attention(c, rotary=False, bias=bias), activation(c, "activation_function", UNGATED)
     style = BlockStyle("layer-bias" if weights else "layer-plain", mlp=kind, bias=bias, positions="learned")
-    own = attention_views(spec, "self_attn", o_proj="out_proj")
-    own |= modules({"mlp.up_proj": "fc1", "mlp.down_proj": "fc2"}, bias)
-    own |= norm_views(style, {"mixer_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"})
+    mixer, mlp = (spec, attention_views(spec, "self_attn", o_proj="out_proj")), up_down("fc1", "fc2", bias)
+    norms = {"mixer_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
     places = ("model.decoder", "embed_tokens", "final_layer_norm", "layers")
-    model = decoder(c, [spec], style, own, places, intermediate_size=c["ffn_dim"], norm_eps=1e-5)
+    sizes = {"intermediate_size": c["ffn_dim"], "norm_eps": 1e-5}
+    model = model_of(c, [mixer], style, norms, mlp, names=places, **sizes)
     table = View("model.decoder.embed_positions.weight", Block(1, n + 2, 2, n))
     return model._replace(views=model.views | {"model.backbone.positions.table.weight": table})
 

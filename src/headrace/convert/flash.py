@@ -8,11 +8,11 @@ from .. import zoo
 from ..extra.specs.matrix import MatrixSpec
 from ..spec.attention import AttentionSpec, Pattern, Rope
 from ..spec.mixer import Spec
-from ..spec.stack import BlockStyle, Layer
+from ..spec.stack import BlockStyle
 from .fields import Config, Fields
-from .form import Format, Model, model_of
+from .form import Format, Mixer, Model, model_of
 from .mamba import divisor, mixers_alone
-from .parts import mlp_views, of_heads
+from .parts import of_heads
 from .softmax import activation, attention_views
 from .views import Block, View, Views, below, kinds_of, modules, named, plain, stacked
 
@@ -67,15 +67,14 @@ STEP = RATE | {"mixer.in_proj.decay": "attn.a_proj.weight"}
 def blocks(c: Fields, mixer: str | Spec, views: Views, **sizes: Any) -> Model:
     """Returns a model of blocks of a mixer and an MLP. mixer: its spec, or the expression of one; views: of the mixer;
     sizes: arguments of `shared` beside the usual ones."""
-    pairs, common = hybrid(c, zoo.get(mixer), views), modules(NORMS) | mlp_views("mlp", BlockStyle())
     sizes = {"num_heads": c["num_heads"], "intermediate_size": mlp_width(c)} | sizes
-    layers = [Layer(spec) for spec, _ in pairs]
-    return model_of(c, layers, BlockStyle(), [common | own for _, own in pairs], EMBEDDINGS, **sizes)
+    return model_of(c, hybrid(c, zoo.get(mixer), views), BlockStyle(), NORMS, names=EMBEDDINGS, **sizes)
 
 
-def hybrid(c: Fields, spec: Spec, views: Views) -> list[tuple[Spec, Views]]:
+def hybrid(c: Fields, spec: Spec, views: Views) -> list[Mixer]:
     """Returns the mixer of each layer with its views: softmax attention in the layers that the field attn lists."""
-    pairs, attn = [(spec, views)] * c["num_hidden_layers"], c["attn"] or []
+    pairs: list[Mixer] = [(spec, views)] * c["num_hidden_layers"]
+    attn = c["attn"] or []
     for own in [attn] if isinstance(attn, dict) else attn:
         layers, heads, groups = own["layers"], own["num_heads"], own.get("num_kv_heads")
         inside = {*layers} <= {*range(len(pairs))} and all(pairs[i][0] is spec for i in layers)

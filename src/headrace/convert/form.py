@@ -1,7 +1,7 @@
 """The description of a foreign checkpoint format: what its fields mean, and where in it our tensors are."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from ..utils.integrity import short
 from .fields import Config, Fields
 from .files import Tensors
 from .fp8 import ScaledBlocks, block_of
-from .views import LLAMA, Views, assembled, outer_views
+from .views import LLAMA, NORMS, NORMS_OF_ORDER, Views, assembled, mlp_views, norm_views, outer_views
 
 PRECISIONS = {str(dtype).removeprefix("torch."): dtype for dtype in (
     torch.float64, torch.float32, torch.bfloat16, torch.float16,
@@ -126,13 +126,33 @@ def period(layers: Sequence[Layer]) -> tuple[Layer, ...]:
     return tuple(layers[:length])
 
 
+Mixer = tuple[Spec | Layer, Views]  # the mixer of a layer, with its views; Layer: one that has more than a mixer
+
+
 def model_of(
-    c: Fields, layers: Sequence[Layer], style: BlockStyle, views: Sequence[Views], names: tuple[str, ...] = LLAMA,
-    **sizes: Any,
+    c: Fields, mixers: Sequence[Mixer], style: BlockStyle, norms: dict[str, str] | None = None,
+    dense: Views | None = None, *, experts: Views | None = None, which: Collection[int] | None = None,
+    names: tuple[str, ...] = LLAMA, **sizes: Any,
 ) -> Model:  # fmt: skip
-    """Returns a model with attention or MLPs, of layers with the views of each. names: as LLAMA; sizes: arguments of
-    `shared`, of which heads and the width of MLPs have usual fields."""
+    """Returns a model of blocks of a mixer and an MLP or a mixture of experts.
+
+    mixers: the pattern of its mixers; norms: {our name of a norm: theirs}, and dense: the views of an MLP; None: by
+    Llama's names; experts: the views of the style's mixture, in the layers `which`; None: in all; names: as LLAMA;
+    sizes: arguments of `shared`, of which heads and the width of MLPs have usual fields."""
+    depth, mixture = sizes.get("num_hidden_layers") or c["num_hidden_layers"], style.experts
+    sparse = [mixture is not None and (which is None or i in which) for i in range(depth)]
+    if mixture and mixture.width and all(sparse):
+        c.ignore("intermediate_size")  # of an MLP, which no layer has
+        sizes = {"intermediate_size": mixture.width} | sizes
     usual = {"num_heads": "num_attention_heads", "intermediate_size": "intermediate_size"}
     sizes = {ours: c[theirs] for ours, theirs in usual.items() if ours not in sizes} | sizes
+    common = norm_views(style, NORMS_OF_ORDER.get(style.order, NORMS) if norms is None else norms)
+    mlps = {False: mlp_views("mlp", style) if dense is None else dense, True: experts or {}}
+    layers, views = [], []
+    for i, has_experts in enumerate(sparse):
+        mixer, own = mixers[i % len(mixers)]
+        layer = mixer if isinstance(mixer, Layer) else Layer(mixer)
+        layers.append(replace(layer, mlp="experts") if has_experts else layer)
+        views.append(common | own | mlps[has_experts])
     all_views = assembled(views, outer_views(c, style, names), f"{names[0]}.{names[-1]}")
     return Model(shared(c, layers, style, **sizes), all_views)

@@ -4,13 +4,27 @@ from math import inf
 from typing import Any
 
 from ..spec.stack import BlockStyle, Experts, Layer
-from .experts import experts, mixture_of, stacked_experts
+from . import moe
 from .fields import Fields
 from .form import Format, Model, model_of, shared
 from .mamba import SILU, Mamba2, divisor, mamba_layer
-from .parts import NORMS, PRE_FF_NORMS, as_granite, gate_up_views, layer_types, mlp_views, multiplier, scaled
+from .parts import as_granite, layer_types, multiplier, scaled
 from .softmax import UNGATED, activation, attention, attention_views, gated_style
-from .views import BACKBONE, FINAL_NORM, HYBRID, View, Views, below, layer_name, modules, named, outer_views
+from .views import (
+    BACKBONE,
+    FINAL_NORM,
+    HYBRID,
+    PRE_FF_NORMS,
+    View,
+    Views,
+    below,
+    gate_up_views,
+    layer_name,
+    mlp_views,
+    modules,
+    named,
+    outer_views,
+)
 
 # --- Falcon-H1 -------------------------------------------------------------------------------------------------------
 
@@ -24,11 +38,10 @@ def falcon_h1(c: Fields) -> Model:
     mamba = mamba_layer(c, biases, order if c["mamba_rms_norm"] else "none")
     spec = attention(c, bias=c["attention_bias"])
     style = BlockStyle(bias=c["mlp_bias"], embedding_scale=multiplier(c, "embedding_multiplier"))
-    layers = [Layer(mamba.spec(D, H), parallel=spec)] * c["num_hidden_layers"]
-    own = mamba.views("mamba") | mlp_views("feed_forward", style)
+    own, mlp, factors = mamba.views("mamba"), mlp_views("feed_forward", style), falcon_factors(c)
     own |= {name.replace("mixer", "parallel", 1): view for name, view in attention_views(spec, "self_attn").items()}
-    own = scaled(own, falcon_factors(c)) | modules(PRE_FF_NORMS)
-    model = model_of(c, layers, style, [own] * len(layers), HYBRID)
+    mixer = Layer(mamba.spec(D, H), parallel=spec), scaled(own, factors)
+    model = model_of(c, [mixer], style, PRE_FF_NORMS, scaled(mlp, factors), names=HYBRID)
     return model._replace(views=scaled(model.views, {FINAL_NORM: multiplier(c, "lm_head_multiplier")}))
 
 
@@ -61,19 +74,18 @@ def granitemoehybrid(c: Fields) -> Model:
     mamba = mamba_layer(c, (c["mamba_proj_bias"], c["mamba_proj_bias"]))
     scale = multiplier(c, "attention_multiplier")
     spec = attention(c, bias=c["attention_bias"], rotary=rotary, scale=scale)
-    kinds = {"linear_attention": mamba.spec(D, H), "full_attention": spec}
-    listed = layer_types(c, kinds)
-    mixture = granite_experts(c)
-    layers = [Layer(kinds[kind], "experts" if mixture else "one") for kind in listed]
+    mixers = {
+        "linear_attention": (mamba.spec(D, H), mamba.views("mamba")),
+        "full_attention": (spec, attention_views(spec, "self_attn")),
+    }
+    listed, mixture = layer_types(c, mixers), granite_experts(c)
     style = BlockStyle(experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
     width = c["shared_intermediate_size"]
     mlp = gate_up_views(
         "shared_mlp.input_linear", "shared_mlp.output_linear", width, ours="mlp.shared" if mixture else "mlp"
     )
-    mlp |= stacked_experts("block_sparse_moe", mixture, D) if mixture else {}
-    own = {"linear_attention": mamba.views("mamba"), "full_attention": attention_views(spec, "self_attn")}
-    views = [modules(NORMS) | own[kind] | mlp for kind in listed]
-    model = model_of(c, layers, style, views, intermediate_size=width)
+    mlp |= moe.stacked_experts("block_sparse_moe", mixture, D) if mixture else {}
+    model = model_of(c, [mixers[kind] for kind in listed], style, dense=mlp, experts=mlp, intermediate_size=width)
     return as_granite(c, model, 1 / multiplier(c, "logits_scaling"))
 
 
@@ -85,7 +97,7 @@ def granite_experts(c: Fields) -> Experts | None:
         "count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size",
         "shared": "shared_intermediate_size",
     }  # fmt: skip
-    return mixture_of(c, fields, normalized=True)
+    return moe.mixture_of(c, fields, normalized=True)
 
 
 # --- Nemotron-H ------------------------------------------------------------------------------------------------------
@@ -105,7 +117,7 @@ def nemotron_h(c: Fields) -> Model:
     listed = layer_types(c, [*kinds, "mlp", "moe"], "layers_block_type")
     mixture = None
     if "moe" in listed:
-        mixture = mixture_of(c, NEMOTRON_EXPERTS, balance=0.0, scores="sigmoid", biased=True)
+        mixture = moe.mixture_of(c, NEMOTRON_EXPERTS, balance=0.0, scores="sigmoid", biased=True)
     c.ignore(*NEMOTRON_EXPERTS.values())
     style = BlockStyle(mlp=mlp, bias=c["mlp_bias"], experts=mixture)
     layers: list[Layer] = []
@@ -149,7 +161,7 @@ def nemotron_moe(theirs: str, mixture: Any, style: BlockStyle) -> Views:
     names = {"choice_bias": "gate.e_score_correction_bias"}
     for ours, module in (("inner", "fc1_latent_proj"), ("outer", "fc2_latent_proj")) if mixture.latent else ():
         names |= {f"{ours}.{kind}": f"{module}.{kind}" for kind in ("weight", "bias")[: 1 + style.bias]}
-    views = experts(theirs, mixture.count, {"up": "up_proj", "down": "down_proj"})
+    views = moe.experts(theirs, mixture.count, {"up": "up_proj", "down": "down_proj"})
     return views | named("mlp", theirs, names) | mlp_views(f"{theirs}.shared_experts", style, "mlp.shared")
 
 

@@ -1,18 +1,17 @@
 """The formats of Liquid AI's hybrids of gated short convolutions and softmax attention."""
 
 from dataclasses import replace
-from typing import Any
 
 from ..extra.specs.scan import ScanSpec
 from ..spec.attention import Rope
-from ..spec.stack import BlockStyle, Experts, Layer
-from .experts import MIXTRAL_EXPERT, experts, mixture_of
+from ..spec.stack import BlockStyle, Experts
+from . import moe
 from .fields import Fields
-from .form import Format, Model, model_of
+from .form import Format, Mixer, Model, model_of
 from .parts import in_order, is_positive, layer_types
 from .rotary import own_rotation
 from .softmax import attention, attention_views, window_of
-from .views import Views, modules, plain
+from .views import modules, plain
 
 
 def lfm2(c: Fields) -> Model:
@@ -26,7 +25,7 @@ def lfm2_moe(c: Fields) -> Model:
     c.ignore("output_router_logits")  # transformers adds no load-balancing loss
     depth, dense = c["num_hidden_layers"], c["num_dense_layers"]
     mixture = (
-        mixture_of(c, LFM2_EXPERTS, balance=0.0, scores="sigmoid", biased=True, eps=1e-6) if dense < depth else None
+        moe.mixture_of(c, LFM2_EXPERTS, balance=0.0, scores="sigmoid", biased=True, eps=1e-6) if dense < depth else None
     )
     c.ignore(*LFM2_EXPERTS.values())
     return lfm2_model(c, c["intermediate_size"], mixture, dense)
@@ -41,31 +40,23 @@ LFM2_EXPERTS = {
 
 def lfm2_model(c: Fields, width: int, mixture: Experts | None = None, dense: int = 0) -> Model:
     """width: of an MLP. mixture: of the layers from number `dense` on."""
-    kinds, (conv, conv_views) = layer_types(c, ("conv", "full_attention")), short_convolution(c)
-    softmax = attention(c, qk_norm="head")
-    own = {
-        "conv": conv_views,
-        "full_attention": attention_views(
-            softmax, "self_attn", q_norm="q_layernorm", k_norm="k_layernorm", o_proj="out_proj"
-        ),
-    }
-    mixes = [mixture is not None and i >= dense for i in range(len(kinds))]
-    mlp = {False: modules(LFM2_MLP)}
-    if mixture is not None:
-        bias_of_choice = plain({"mlp.choice_bias": "feed_forward.expert_bias"})
-        mlp[True] = experts("feed_forward", mixture.count, MIXTRAL_EXPERT) | bias_of_choice
-    pairs = [*zip(kinds, mixes, strict=True)]
-    layers = [Layer(conv if kind == "conv" else softmax, "experts" if mixed else "one") for kind, mixed in pairs]
-    views = [modules(LFM2) | own[kind] | mlp[mixed] for kind, mixed in pairs]
-    return model_of(c, layers, BlockStyle(experts=mixture), views, LFM2_OUTER, intermediate_size=width)
+    kinds, softmax = layer_types(c, ("conv", "full_attention")), attention(c, qk_norm="head")
+    renamed = {"q_norm": "q_layernorm", "k_norm": "k_layernorm", "o_proj": "out_proj"}
+    own = {"conv": short_convolution(c), "full_attention": (softmax, attention_views(softmax, "self_attn", **renamed))}
+    views = plain({"mlp.choice_bias": "feed_forward.expert_bias"})
+    views |= moe.experts("feed_forward", mixture.count, moe.MIXTRAL_EXPERT) if mixture else {}
+    return model_of(
+        c, [own[kind] for kind in kinds], BlockStyle(experts=mixture), LFM2, modules(LFM2_MLP), experts=views,
+        which=range(dense, len(kinds)), names=LFM2_OUTER, intermediate_size=width,
+    )  # fmt: skip
 
 
 LFM2 = {"mixer_norm": "operator_norm", "mlp_norm": "ffn_norm"}
-LFM2_MLP = {f"mlp.{ours}_proj": f"feed_forward.{theirs}" for ours, theirs in MIXTRAL_EXPERT.items()}
+LFM2_MLP = {f"mlp.{ours}_proj": f"feed_forward.{theirs}" for ours, theirs in moe.MIXTRAL_EXPERT.items()}
 LFM2_OUTER = ("model", "embed_tokens", "embedding_norm", "layers")
 
 
-def short_convolution(c: Fields) -> tuple[ScanSpec, Views]:
+def short_convolution(c: Fields) -> Mixer:
     bias = c["conv_bias"]
     names = {f"mixer.{name}": f"conv.{name}" for name in ("in_proj", "conv", "out_proj")}
     spec = ScanSpec("short-conv", conv=c.count("conv_L_cache", 2), conv_bias=bias, bias=bias)
@@ -87,21 +78,18 @@ def lfm3(c: Fields) -> Model:
     c.only("attention_bias", False)
     c.ignore("sliding_window", "rope_parameters")  # of a model without layers that read them
     kinds, D, H = layer_types(c, ("conv", *WINDOWS)), c["hidden_size"], c["num_attention_heads"]
-    conv, conv_views = short_convolution(c)
-    specs: dict[str, Any] = {"conv": conv}
-    own = {"conv": conv_views}
+    own = {"conv": short_convolution(c)}
     plain_spec = attention(c, rotary=False, qk_norm="head", gate="head" if c["use_attention_gate"] else "none")
     d, _ = plain_spec.head_dims(D, H)
     for kind in [each for each in WINDOWS if each in kinds]:
         rope, order = rotated(c, kind, d)
         pattern = window_of(c) if kind == "sliding_attention" else None
-        specs[kind] = spec = replace(plain_spec, rotary=True, rope=rope, pattern=pattern)
-        own[kind] = in_order(attention_views(spec, "self_attn", g_proj="gate_proj"), d, (H, spec.kv_heads or H), order)
-    after = c["use_sandwich_norm"]
-    common = modules(LFM2 | LFM2_MLP | (LFM3 if after else {}))
-    style = BlockStyle(order="both" if after else "pre")
-    views = [common | own[kind] for kind in kinds]
-    return model_of(c, [Layer(specs[kind]) for kind in kinds], style, views, LFM2_OUTER)
+        spec = replace(plain_spec, rotary=True, rope=rope, pattern=pattern)
+        views = attention_views(spec, "self_attn", g_proj="gate_proj")
+        own[kind] = spec, in_order(views, d, (H, spec.kv_heads or H), order)
+    after, mixers = c["use_sandwich_norm"], [own[kind] for kind in kinds]
+    style, norms = BlockStyle(order="both" if after else "pre"), LFM2 | (LFM3 if after else {})
+    return model_of(c, mixers, style, norms, modules(LFM2_MLP), names=LFM2_OUTER)
 
 
 WINDOWS = "full_attention", "sliding_attention"

@@ -2,30 +2,28 @@
 
 import math
 
-from ..spec.stack import BlockStyle, Layer
+from ..spec.stack import BlockStyle
 from .fields import Fields
 from .flash import expanded_heads, fla, mlp_width
 from .form import Format, Model, model_of
 from .mamba import SILU, Mamba2, divisor
-from .parts import mlp_views
-from .views import BACKBONE, modules
+from .views import BACKBONE
 
 LEVELS = 15  # for up to 2^14 tokens
 
 
 def log_linear_mamba2(c: Fields) -> Model:
     """Blocks of a mixer and an MLP, whose width no field sets."""
-    D, V, depth, H = c["hidden_size"], c["head_dim"], c["num_hidden_layers"], expanded_heads(c)
+    D, V, H = c["hidden_size"], c["head_dim"], expanded_heads(c)
     order = "norm-gate" if c["norm_before_gate"] else "gate-norm"
     layer = Mamba2(
         H, c["state_size"], V, divisor(c, "n_groups", H), c.count("conv_kernel", 2), c["use_conv_bias"],
         (c["use_bias"],) * 2, norm=order if c["rmsnorm"] else "none", levels=LEVELS,
     )  # fmt: skip
-    own = modules({name: name for name in ("mixer_norm", "mlp_norm")}) | mlp_views("mlp", BlockStyle())
-    own |= layer.views("mixer")
+    norms = {name: name for name in ("mixer_norm", "mlp_norm")}
     width = mlp_width({"hidden_size": D, "hidden_ratio": 4, "intermediate_size": None})
-    layers = [Layer(layer.spec(D, H))] * depth
-    return model_of(c, layers, BlockStyle(), [own] * depth, BACKBONE, num_heads=H, intermediate_size=width)
+    mixer = layer.spec(D, H), layer.views("mixer")
+    return model_of(c, [mixer], BlockStyle(), norms, names=BACKBONE, num_heads=H, intermediate_size=width)
 
 
 FORMATS: dict[str, Format] = {

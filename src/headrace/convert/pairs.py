@@ -1,12 +1,13 @@
 """The formats of transformers' models of softmax attention in which rotary positions turn neighbouring channels."""
 
+from typing import Any
+
 from ..spec.attention import AttentionSpec
-from ..spec.stack import BlockStyle, Layer
 from .fields import Fields
-from .form import Format, Model, model_of
-from .parts import NORMS, gate_up_views, in_order, mlp_views, multiplier, scaled
+from .form import Format, Mixer, Model, model_of
+from .parts import in_order, multiplier, scaled
 from .softmax import attention, attention_views, gated_style, windowed
-from .views import FINAL_NORM, Views, modules
+from .views import FINAL_NORM, NORMS, Views, gate_up_views
 
 GLM4_NORMS = NORMS | {"mixer_after": "post_self_attn_layernorm", "mlp_after": "post_mlp_layernorm"}
 
@@ -22,7 +23,7 @@ def neighbours(views: Views, spec: AttentionSpec, hidden_size: int, H: int) -> V
 
 def cohere(c: Fields) -> Model:
     c.only("use_qk_norm", False, None)
-    return of_cohere(c, [attention(c, bias=c["attention_bias"])] * c["num_hidden_layers"])
+    return of_cohere(c, [attention(c, bias=c["attention_bias"])])
 
 
 def cohere2(c: Fields) -> Model:
@@ -35,41 +36,37 @@ def cohere2(c: Fields) -> Model:
 def of_cohere(c: Fields, specs: list[AttentionSpec]) -> Model:
     """Its factor of the logits becomes one of the final norm."""
     style = gated_style(c, norm="layer", order="parallel-joint")
-    model = in_pairs(c, specs, style, modules({"mixer_norm": "input_layernorm"}) | mlp_views("mlp", style))
+    model = model_of(c, in_pairs(c, specs), style)
     return model._replace(views=scaled(model.views, {FINAL_NORM: multiplier(c, "logit_scale")}))
 
 
 def glm(c: Fields) -> Model:
-    return of_glm(c, gated_style(c), NORMS)
+    return of_glm(c)
 
 
 def glm4(c: Fields) -> Model:
-    return of_glm(c, gated_style(c, order="both"), GLM4_NORMS)
+    return of_glm(c, "both", GLM4_NORMS)
 
 
-def of_glm(c: Fields, style: BlockStyle, norms: dict[str, str]) -> Model:
+def of_glm(c: Fields, order: Any = "pre", norms: dict[str, str] | None = None) -> Model:
     spec = attention(c, partial=True, bias="qkv" if c["attention_bias"] else False)
-    own = modules(norms) | gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
-    return in_pairs(c, [spec] * c["num_hidden_layers"], style, own)
+    mlp = gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
+    return model_of(c, in_pairs(c, [spec]), gated_style(c, order=order), norms, mlp)
 
 
 def ernie4_5(c: Fields) -> Model:
-    style = gated_style(c, bias=c["use_bias"])
-    specs = [attention(c, bias=c["use_bias"])] * c["num_hidden_layers"]
-    return in_pairs(c, specs, style, modules(NORMS) | mlp_views("mlp", style))
+    return model_of(c, in_pairs(c, [attention(c, bias=c["use_bias"])]), gated_style(c, bias=c["use_bias"]))
 
 
 def helium(c: Fields) -> Model:
-    style = gated_style(c, bias=c["mlp_bias"])
     spec = attention(c, bias="qkv" if c["attention_bias"] else False)
-    return in_pairs(c, [spec] * c["num_hidden_layers"], style, modules(NORMS) | mlp_views("mlp", style))
+    return model_of(c, in_pairs(c, [spec]), gated_style(c, bias=c["mlp_bias"]))
 
 
-def in_pairs(c: Fields, specs: list[AttentionSpec], style: BlockStyle, own: Views) -> Model:
-    """Returns a model with Llama's names of modules. own: the views of a layer beside those of attention."""
+def in_pairs(c: Fields, specs: list[AttentionSpec]) -> list[Mixer]:
+    """Returns the mixers with Llama's names of modules."""
     D, H = c["hidden_size"], c["num_attention_heads"]
-    views = [own | neighbours(attention_views(spec, "self_attn"), spec, D, H) for spec in specs]
-    return model_of(c, [Layer(spec) for spec in specs], style, views)
+    return [(spec, neighbours(attention_views(spec, "self_attn"), spec, D, H)) for spec in specs]
 
 
 FORMATS: dict[str, Format] = {

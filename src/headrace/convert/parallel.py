@@ -8,14 +8,14 @@ from typing import Any
 from ..spec.attention import AttentionSpec, Pattern, Rope
 from ..spec.stack import BlockStyle
 from .fields import Fields
-from .form import Format, Model
+from .form import Format, Model, model_of
 from .pairs import neighbours
-from .parts import NORMS, layer_types
-from .softmax import UNGATED, activation, attention, attention_views, decoder, gated_style, llama_like, window_of
-from .views import View, Views, modules, norm_views, projections
+from .parts import layer_types
+from .softmax import UNGATED, activation, attention, attention_views, gated_style, keyed, window_of
+from .views import LLAMA, View, Views, modules, projections
 
 GPT = ("transformer", "wte", "ln_f", "h")  # as LLAMA
-DENSE = {"mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+DENSE = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
 
 
 def gpt_neox(c: Fields) -> Model:
@@ -26,8 +26,9 @@ def gpt_neox(c: Fields) -> Model:
     kind = activation(c, "hidden_act", UNGATED)
     style = BlockStyle("layer", order, mlp=kind, bias=True)
     sizes = c["hidden_size"], c["num_attention_heads"]
-    own = modules(NORMS | DENSE, True) | fused(spec, sizes, "attention.query_key_value", "attention.dense")
-    model = decoder(c, [spec], style, own, ("gpt_neox", "embed_in", "final_layer_norm", "layers"))
+    mixer = spec, fused(spec, sizes, "attention.query_key_value", "attention.dense")
+    names = ("gpt_neox", "embed_in", "final_layer_norm", "layers")
+    model = model_of(c, [mixer], style, dense=up_down(*DENSE), names=names)
     if c["tie_word_embeddings"]:
         return model._replace(copies=(("embed_out.weight", "gpt_neox.embed_in.weight"),))
     return model._replace(views=model.views | {"lm_head.weight": View("embed_out.weight")})
@@ -43,16 +44,16 @@ def falcon(c: Fields) -> Model:
     groups = c["num_kv_heads"] if later else 1 if c["multi_query"] else H
     spec = replace(attention(c, bias=c["bias"]), kv_heads=None if groups == H else groups)
     order: Any = "pre"
-    names = NORMS
+    norms_of = None
     if later and norms != 1:  # 2 by default
-        order, names = "parallel", {"mixer_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+        order, norms_of = "parallel", {"mixer_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     elif c["parallel_attn"]:
-        order, names = "parallel-joint", {"mixer_norm": "input_layernorm"}
+        order = "parallel-joint"
     style = BlockStyle("layer-bias", order, mlp=activation(c, "activation", UNGATED), bias=c["bias"])
-    own = norm_views(style, names) | modules(DENSE, c["bias"])
-    own |= fused(spec, (c["hidden_size"], H), "self_attention.query_key_value", "self_attention.dense")
+    mixer = spec, fused(spec, (c["hidden_size"], H), "self_attention.query_key_value", "self_attention.dense")
     places = ("transformer", "word_embeddings", "ln_f", "h")
-    return decoder(c, [spec], style, own, places, intermediate_size=c["ffn_hidden_size"])
+    sizes = {"intermediate_size": c["ffn_hidden_size"]}
+    return model_of(c, [mixer], style, norms_of, up_down(*DENSE, c["bias"]), names=places, **sizes)
 
 
 def fused(spec: AttentionSpec, sizes: tuple[int, int], inputs: str, output: str) -> Views:
@@ -70,9 +71,8 @@ def phi(c: Fields) -> Model:
     spec = attention(c, partial=True, bias=True)
     kind = activation(c, "hidden_act", UNGATED)
     style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
-    own = modules({"mixer_norm": "input_layernorm", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}, True)
-    own |= attention_views(spec, "self_attn", o_proj="dense")
-    return decoder(c, [spec], style, own, ("model", "embed_tokens", "final_layernorm", "layers"))
+    mixer, names = (spec, attention_views(spec, "self_attn", o_proj="dense")), (*LLAMA[:2], "final_layernorm", "layers")
+    return model_of(c, [mixer], style, dense=up_down("mlp.fc1", "mlp.fc2"), names=names)
 
 
 def gptj(c: Fields) -> Model:
@@ -83,9 +83,9 @@ def gptj(c: Fields) -> Model:
     spec = AttentionSpec(rope=Rope(dims=None if dims == D // H else dims))
     kind = activation(c, "activation_function", UNGATED)
     style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
-    own = modules({"mixer_norm": "ln_1", "mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out"}, True)
-    own |= neighbours(attention_views(spec, "attn", o_proj="out_proj"), spec, D, H)
-    return decoder(c, [spec], style, own, GPT, rope_theta=10000.0, **gpt_sizes(c))
+    views, mlp = attention_views(spec, "attn", o_proj="out_proj"), up_down("mlp.fc_in", "mlp.fc_out")
+    mixer, sizes = (spec, neighbours(views, spec, D, H)), {"rope_theta": 10000.0} | gpt_sizes(c)
+    return model_of(c, [mixer], style, {"mixer_norm": "ln_1"}, mlp, names=GPT, **sizes)
 
 
 def gpt2(c: Fields) -> Model:
@@ -142,8 +142,13 @@ def gpt_neo(c: Fields) -> Model:
 def of_gpt(c: Fields, specs: Sequence[AttentionSpec], own: Views, sizes: dict[str, Any]) -> Model:
     """Returns a model with GPT-2's names of modules. own: the views of attention."""
     style = BlockStyle("layer", mlp=activation(c, "activation_function", UNGATED), bias=True, positions="learned")
-    names = {"mixer_norm": "ln_1", "mlp_norm": "ln_2", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
-    return decoder(c, specs, style, own | modules(names, True), GPT, **sizes)
+    norms, mlp = {"mixer_norm": "ln_1", "mlp_norm": "ln_2"}, up_down("mlp.c_fc", "mlp.c_proj")
+    return model_of(c, [(spec, own) for spec in specs], style, norms, mlp, names=GPT, **sizes)
+
+
+def up_down(up: str, down: str, bias: bool = True) -> Views:
+    """Returns the views of an MLP of two modules."""
+    return modules({"mlp.up_proj": up, "mlp.down_proj": down}, bias)
 
 
 def stablelm(c: Fields) -> Model:
@@ -151,22 +156,21 @@ def stablelm(c: Fields) -> Model:
     c.ignore("hidden_dropout")
     joint, spec = c["use_parallel_residual"], attention(c, partial=True, bias="qkv" if c["use_qkv_bias"] else False)
     style = gated_style(c, norm="layer-bias", order="parallel-joint" if joint else "pre")
-    return llama_like(c, [spec], style, {"mixer_norm": "input_layernorm"} if joint else NORMS)
+    return model_of(c, keyed([spec]), style)
 
 
 def starcoder2(c: Fields) -> Model:
     c.ignore("residual_dropout", "embedding_dropout")
     spec, bias = attention(c, bias=c["use_bias"], pattern=window_of(c)), c["use_bias"]
     style = BlockStyle("layer-bias", mlp=activation(c, "hidden_act", UNGATED), bias=bias)
-    own = norm_views(style, NORMS) | modules({"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}, bias)
-    return decoder(c, [spec], style, own | attention_views(spec, "self_attn"))
+    return model_of(c, keyed([spec]), style, dense=up_down("mlp.c_fc", "mlp.c_proj", bias))
 
 
 def olmo(c: Fields) -> Model:
     """The epsilon of its norms is 1e-5 in any model."""
     c.only("clip_qkv", None)
     spec = attention(c, bias=c["attention_bias"])
-    return llama_like(c, [spec], gated_style(c, norm="layer-plain"), norm_eps=1e-5)
+    return model_of(c, keyed([spec]), gated_style(c, norm="layer-plain"), norm_eps=1e-5)
 
 
 def nemotron(c: Fields) -> Model:
@@ -180,7 +184,7 @@ def squared(c: Fields, partial: bool = False) -> Model:
     """Returns a model of MLPs with ReLU². partial: as in `rotation`."""
     spec = attention(c, partial, bias=c["attention_bias"])
     kind = activation(c, "hidden_act", UNGATED)
-    return llama_like(c, [spec], BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"]))
+    return model_of(c, keyed([spec]), BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"]))
 
 
 FORMATS: dict[str, Format] = {

@@ -5,14 +5,9 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, TypeGuard
 
-from ..spec.stack import BlockStyle
 from .fields import Fields
 from .form import Model
-from .views import FINAL_NORM, Block, View, Views, below, modules, named, projections
-
-NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-BRANCH_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
-PRE_FF_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
+from .views import FINAL_NORM, Block, View, Views, below, named
 
 
 def is_positive(value: Any) -> TypeGuard[float]:
@@ -26,17 +21,6 @@ def layer_types(c: Fields, kinds: Collection[str], name: str = "layer_types") ->
     if not listed or len(listed) != depth or not {*listed} <= {*kinds}:
         c.refuse(name, f"num_hidden_layers={depth} times {' or '.join(kinds)}")
     return listed
-
-
-def mlp_views(theirs: str, style: BlockStyle, ours: str = "mlp") -> Views:
-    """Returns the views of an MLP with the same names of modules as ours."""
-    names = ["gate_proj", "up_proj", "down_proj"] if style.gated else ["up_proj", "down_proj"]
-    return modules({f"{ours}.{name}": f"{theirs}.{name}" for name in names}, style.bias)
-
-
-def gate_up_views(up: str, down: str, width: int, bias: bool = False, ours: str = "mlp") -> Views:
-    """Returns the views of an MLP whose gate and other input are one projection `up`."""
-    return projections(ours, up, {"gate": width, "up": width}, bias=bias) | modules({f"{ours}.down_proj": down}, bias)
 
 
 def multiplier(c: Fields, name: str, value: Any = None) -> float:

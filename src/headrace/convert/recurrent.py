@@ -10,13 +10,27 @@ from ..spec.attention import Pattern
 from ..spec.decay import Decay
 from ..spec.linear import Heads, Inputs, MixerSpec, Read
 from ..spec.stack import BlockStyle, Layer
-from .experts import MIXTRAL_EXPERT, experts, mixture_of
+from . import moe
 from .fields import Fields
-from .form import Format, Model, model_of, shared
+from .form import Format, Mixer, Model, model_of, shared
 from .mamba import SILU, Mamba2, divisor, limit, mamba1, mamba_layer, mixers_alone
-from .parts import PRE_FF_NORMS, layer_types, mlp_views, scaled
+from .parts import layer_types, scaled
 from .softmax import attention, attention_views, window_of
-from .views import HYBRID, View, Views, assembled, below, layer_name, modules, named, outer_views, plain, stacked
+from .views import (
+    HYBRID,
+    PRE_FF_NORMS,
+    View,
+    Views,
+    assembled,
+    below,
+    layer_name,
+    mlp_views,
+    modules,
+    named,
+    outer_views,
+    plain,
+    stacked,
+)
 
 
 def mamba2(c: Fields) -> Model:
@@ -68,10 +82,9 @@ def bamba(c: Fields) -> Model:
     spec = mamba.spec(c["hidden_size"], c["num_attention_heads"])
     attends = [i in (c["attn_layer_indices"] or []) for i in range(c["num_hidden_layers"])]
     style = BlockStyle(bias=c["mlp_bias"])
-    common = modules(PRE_FF_NORMS) | mlp_views("feed_forward", style)
-    own = {True: attention_views(softmax, "self_attn"), False: mamba.views("mamba")}
-    layers = [Layer(softmax if each else spec) for each in attends]
-    return model_of(c, layers, style, [common | own[each] for each in attends], HYBRID)
+    own = {True: (softmax, attention_views(softmax, "self_attn")), False: (spec, mamba.views("mamba"))}
+    mixers = [own[each] for each in attends]
+    return model_of(c, mixers, style, PRE_FF_NORMS, mlp_views("feed_forward", style), names=HYBRID)
 
 
 def jamba(c: Fields) -> Model:
@@ -87,16 +100,18 @@ def jamba(c: Fields) -> Model:
         [i % c.count(f"{kind}_layer_period", 1) == c[f"{kind}_layer_offset"] for i in range(c["num_hidden_layers"])]
         for kind in ("attn", "expert")
     )
-    mixes = [count > 1 and each for each in mixes]
+    which = [i for i, mixed in enumerate(mixes) if mixed and count > 1]
     norms = {f"mixer.norm_weight.{part}": f"mamba.{part.lower()}_layernorm.weight" for part in ("dt", "B", "C")}
-    own = {True: attention_views(softmax, "self_attn"), False: mamba1("mamba", bias, conv_bias) | plain(norms)}
-    style = BlockStyle(experts=mixture_of(c, CHOSEN, count=count) if any(mixes) else None)
-    mlp = {True: experts("feed_forward", count, router="router"), False: mlp_views("feed_forward", style)}
-    pairs = [*zip(attends, mixes, strict=True)]
-    layers = [Layer(softmax if attends else spec, "experts" if mixed else "one") for attends, mixed in pairs]
+    own: dict[bool, Mixer] = {
+        True: (softmax, attention_views(softmax, "self_attn")),
+        False: (spec, mamba1("mamba", bias, conv_bias) | plain(norms)),
+    }
+    style = BlockStyle(experts=moe.mixture_of(c, CHOSEN, count=count) if which else None)
     c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
-    views = [modules(PRE_FF_NORMS) | own[attends] | mlp[mixed] for attends, mixed in pairs]
-    return model_of(c, layers, style, views, HYBRID)
+    return model_of(
+        c, [own[each] for each in attends], style, PRE_FF_NORMS, mlp_views("feed_forward", style),
+        experts=moe.experts("feed_forward", count, router="router"), which=which, names=HYBRID,
+    )  # fmt: skip
 
 
 def minimax(c: Fields) -> Model:
@@ -114,10 +129,10 @@ def minimax(c: Fields) -> Model:
         "linear_attention": lightning_views("self_attn", width, H),
         "full_attention": attention_views(softmax, "self_attn"),
     }
-    moe = scaled(experts("block_sparse_moe", count, MIXTRAL_EXPERT), folded(alphas["mlp"], betas["mlp"]))
-    moe["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
-    layers = [scaled(own[kind], folded(alphas[kind], betas[kind])) | moe for kind in kinds]
-    mixture = mixture_of(c, CHOSEN, count=count, normalized=True)
+    sparse = scaled(moe.experts("block_sparse_moe", count, moe.MIXTRAL_EXPERT), folded(alphas["mlp"], betas["mlp"]))
+    sparse["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
+    layers = [scaled(own[kind], folded(alphas[kind], betas[kind])) | sparse for kind in kinds]
+    mixture = moe.mixture_of(c, CHOSEN, count=count, normalized=True)
     style = BlockStyle(order="post", embedding_norm=True, experts=mixture)
     views = assembled(layers, outer_views(c, style))
     # The norm before a block is that after the one before it.
@@ -172,18 +187,18 @@ def recurrent_gemma(c: Fields) -> Model:
     unit = ScanSpec("rg-lru", conv=c.count("conv1d_width", 2), expand=c["lru_width"] / c["hidden_size"], bias=True)
     pattern, bias = Pattern(window=c["attention_window_size"]), True if c["attention_bias"] else "o"
     softmax = attention(c, partial=True, pattern=pattern, bias=bias)
-    own = {"recurrent": rg_lru_views("temporal_block"), "attention": attention_views(softmax, "temporal_block")}
+    own: dict[str, Mixer] = {
+        "recurrent": (unit, rg_lru_views("temporal_block")),
+        "attention": (softmax, attention_views(softmax, "temporal_block")),
+    }
     kinds = [c["block_types"][i % len(c["block_types"])] for i in range(c["num_hidden_layers"])]
     scale = float(torch.tensor(c["hidden_size"] ** 0.5, dtype=torch.bfloat16))  # it is rounded there
     style = BlockStyle(
         "rms-offset", mlp="geglu-tanh", bias=True, embedding_scale=scale, logits_cap=c["logits_soft_cap"]
     )
-    common = modules({"mixer_norm": "temporal_pre_norm", "mlp_norm": "channel_pre_norm"})
-    common |= mlp_views("mlp_block", style)
-    layers = [Layer(unit if kind == "recurrent" else softmax) for kind in kinds]
-    views, width = [common | own[kind] for kind in kinds], c["intermediate_size"] // 2
-    names = ("model", "embed_tokens", "final_norm", "layers")
-    return model_of(c, layers, style, views, names, intermediate_size=width)
+    norms, width = {"mixer_norm": "temporal_pre_norm", "mlp_norm": "channel_pre_norm"}, c["intermediate_size"] // 2
+    mixers, names = [own[kind] for kind in kinds], ("model", "embed_tokens", "final_norm", "layers")
+    return model_of(c, mixers, style, norms, mlp_views("mlp_block", style), names=names, intermediate_size=width)
 
 
 def rg_lru_views(theirs: str) -> Views:

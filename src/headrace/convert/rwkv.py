@@ -7,11 +7,10 @@ from ..extra.rwkv7 import RWKV7
 from ..extra.specs.matrix import MatrixSpec
 from ..extra.specs.scan import ScanSpec
 from ..layers.linear.readout import GROUP_NORM_EPS
-from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle, Layer
-from .fields import Fields
+from .fields import Config, Fields
 from .flash import EMBEDDINGS, fla, hybrid, widths
-from .form import Format, Model, model_of, shared
+from .form import Format, Mixer, Model, model_of, shared
 from .views import Block, View, Views, assembled, modules, norm_views, outer_views, plain
 
 
@@ -111,22 +110,22 @@ RWKV7_NAMES |= {f"mixer.norm_{kind}": f"attn.g_norm.{kind}" for kind in ("weight
 
 
 def blocks(
-    c: Fields, kind: str, pairs: Sequence[tuple[Spec, Views]], mixes: dict[str, str], mlp: dict[str, str], *,
+    c: Fields, kind: str, mixers: Sequence[Mixer], mixes: dict[str, str], mlp: dict[str, str], *,
     num_heads: int, ratio: float,
 ) -> Model:  # fmt: skip
     """Returns a model of blocks with channel mixing.
 
-    pairs: the mixer of each layer with its views; mixes, mlp: their names of the mixes and of the first projections of
+    mixers: of each layer; mixes, mlp: their names of the mixes and of the first projections of
     the channel mixing; ratio: of the width of the channel mixing to the hidden size, where config.json has none."""
     style = BlockStyle("layer", mlp=kind, bias=c["norm_bias"], embedding_norm=True)  # type: ignore[arg-type]
-    within = norm_views(style, {"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"})
-    within |= modules({f"mlp.{name}_proj": f"ffn.{module}" for name, module in (mlp | {"down": "value"}).items()})
+    channels = modules({f"mlp.{name}_proj": f"ffn.{module}" for name, module in (mlp | {"down": "value"}).items()})
     mixed = {f"mlp.mix.{name}": weight for name, weight in mixes.items()}
-    within |= plain(mixed, offset=1.0, factor=-1.0, shape=(c["hidden_size"],))
+    channels |= plain(mixed, offset=1.0, factor=-1.0, shape=(c["hidden_size"],))
     given, written = c["hidden_ratio"], c["intermediate_size"]
     width = written or 32 * -(-int(c["hidden_size"] * (ratio if given is None else given)) // 32)
-    layers, views = [Layer(spec) for spec, _ in pairs], [within | own for _, own in pairs]
-    model = model_of(c, layers, style, views, EMBEDDINGS, num_heads=num_heads, intermediate_size=width)
+    norms = {"mixer_norm": "attn_norm", "mlp_norm": "ffn_norm"}
+    sizes: Config = {"num_heads": num_heads, "intermediate_size": width}
+    model = model_of(c, mixers, style, norms, channels, names=EMBEDDINGS, **sizes)
     first = norm_views(style, {"model.backbone.embedding_norm": "model.layers.0.pre_norm"})
     return model._replace(views=model.views | first)
 

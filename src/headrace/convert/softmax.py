@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 from ..spec.attention import AttentionSpec, Pattern, Rope
-from ..spec.stack import BlockStyle, Layer
+from ..spec.stack import BlockStyle
 from .fields import Config, Fields
-from .form import Format, Model, model_of
-from .parts import BRANCH_NORMS, NORMS, mlp_views
+from .form import Format, Mixer, Model, model_of
 from .rotary import rotation
-from .views import LLAMA, Views, modules, norm_views
+from .views import Views, modules
 
 # Names of activations -> kinds of MLP.
 GATED = {"swish": "swiglu", "silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu-tanh"}
@@ -83,29 +82,14 @@ def window_of(c: Fields, limited: bool = False) -> Pattern | None:
 # --- models ----------------------------------------------------------------------------------------------------------
 
 
-def decoder(
-    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, own: Views, names: tuple[str, ...] = LLAMA,
-    **sizes: Any,
-) -> Model:  # fmt: skip
-    """Returns a model whose layers all have the same views. specs: the pattern of its mixers; names, sizes: as in
-    `model_of`."""
-    depth = sizes.get("num_hidden_layers") or c["num_hidden_layers"]
-    layers = [Layer(specs[i % len(specs)]) for i in range(depth)]
-    return model_of(c, layers, style, [own] * depth, names, **sizes)
+def keyed(specs: Sequence[AttentionSpec]) -> list[Mixer]:
+    """Returns the mixers with Llama's names of modules."""
+    return [(spec, attention_views(spec, "self_attn")) for spec in specs]
 
 
-def llama_like(
-    c: Fields, specs: Sequence[AttentionSpec], style: BlockStyle, norms: dict[str, str] = NORMS, **sizes: Any
-) -> Model:
-    """The same with Llama's names of modules. norms: {our name of a norm: theirs}."""
-    own = norm_views(style, norms) | mlp_views("mlp", style) | attention_views(specs[0], "self_attn")
-    return decoder(c, specs, style, own, **sizes)
-
-
-def gated(c: Fields, specs: Sequence[AttentionSpec], norms: dict[str, str] = NORMS, order: Any = "pre") -> Model:
-    """The same with gated MLPs."""
-    style = gated_style(c, order=order, bias=bool(c.of_class("mlp_bias")))
-    return llama_like(c, specs, style, norms)
+def gated(c: Fields, specs: Sequence[AttentionSpec], order: Any = "pre", norms: dict[str, str] | None = None) -> Model:
+    """Returns a model with gated MLPs. specs: the pattern of its mixers; norms: as in `model_of`."""
+    return model_of(c, keyed(specs), gated_style(c, order=order, bias=bool(c.of_class("mlp_bias"))), norms)
 
 
 def llama(c: Fields) -> Model:
@@ -134,7 +118,7 @@ def qwen(c: Fields, spec: AttentionSpec) -> Model:
 
 
 def olmo2(c: Fields) -> Model:
-    return gated(c, [attention(c, bias=c["attention_bias"], qk_norm="joint")], BRANCH_NORMS, "branch")
+    return gated(c, [attention(c, bias=c["attention_bias"], qk_norm="joint")], "branch")
 
 
 FORMATS: dict[str, Format] = {

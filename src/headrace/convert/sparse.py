@@ -1,35 +1,22 @@
 """The formats of transformers' models of experts, and of latent attention, without linear layers."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..extra.sparsemixer import NearExperts
 from ..spec.attention import AttentionSpec
-from ..spec.mixer import Spec
-from ..spec.stack import BlockStyle, Experts, Layer
+from ..spec.stack import Experts
+from . import moe
 from .delta import latent_spec
 from .dense import LATE, hunyuan_spec, turned
-from .experts import (
-    MIXTRAL_EXPERT,
-    QWEN_EXPERTS,
-    deepseek_experts,
-    experts,
-    mixture_of,
-    qwen_experts,
-    qwen_mixture,
-    routed,
-    stacked_experts,
-)
 from .fields import Fields
-from .form import Format, Model, model_of
-from .pairs import neighbours
-from .parts import BRANCH_NORMS, NORMS, as_granite, gate_up_views, latent_attention, layer_types, mlp_views, multiplier
+from .form import Format, Mixer, Model, model_of
+from .pairs import in_pairs
+from .parts import as_granite, latent_attention, layer_types, multiplier
 from .rotary import latent_scale, rotation
-from .softmax import attention, attention_views, gated_style, window_of, windowed
-from .views import Views, modules, norm_views
-
-Mixer = tuple[Spec, Views]
+from .softmax import attention, gated_style, keyed, window_of, windowed
+from .views import gate_up_views, mlp_views
 
 # --- DeepSeek --------------------------------------------------------------------------------------------------------
 
@@ -42,7 +29,7 @@ def deepseek_v2(c: Fields) -> Model:
     c.ignore("n_group", "topk_group")
     shared = c.count("n_shared_experts") * c["moe_intermediate_size"]
     names = DEEPSEEK_V2 | ({"groups": "n_group", "chosen_groups": "topk_group"} if grouped else {})
-    mixture = mixture_of(c, names, balance=0.0, best=1, shared=shared or None)
+    mixture = moe.mixture_of(c, names, balance=0.0, best=1, shared=shared or None)
     return sparse(c, [latent(c, True)], mixture, bias=c["mlp_bias"])
 
 
@@ -54,7 +41,7 @@ DEEPSEEK_V2 = {
 
 
 def deepseek_v3(c: Fields) -> Model:
-    return predicting(c, sparse(c, [latent(c, c["rope_interleave"])], deepseek_experts(c)))
+    return moe.predicting(c, sparse(c, [latent(c, c["rope_interleave"])], moe.deepseek_experts(c)))
 
 
 def youtu(c: Fields) -> Model:
@@ -81,12 +68,12 @@ def glm4_moe(c: Fields) -> Model:
     spec = attention(
         c, partial=True, bias="qkv" if c["attention_bias"] else False, qk_norm="head" if c["use_qk_norm"] else "none"
     )
-    return predicting(c, sparse(c, [keyed(spec)], deepseek_experts(c)))
+    return moe.predicting(c, sparse(c, keyed([spec]), moe.deepseek_experts(c)))
 
 
 def solar_open(c: Fields) -> Model:
     spec = attention(c, partial=True, bias="qkv" if c["attention_bias"] else False)
-    return sparse(c, [keyed(spec)], deepseek_experts(c))
+    return sparse(c, keyed([spec]), moe.deepseek_experts(c))
 
 
 def exaone_moe(c: Fields) -> Model:
@@ -94,13 +81,13 @@ def exaone_moe(c: Fields) -> Model:
     c.ignore("sliding_window_pattern", "first_k_dense_replace")  # by which its class has set lists of layers
     alone = attention(c, rotary=c["sliding_window"] is None, qk_norm="head")
     specs = windowed(c, attention(c, qk_norm="head"), alone)
-    return sparse(c, [keyed(spec) for spec in specs], deepseek_experts(c), choice_bias="e_score_correction_bias")
+    return sparse(c, keyed(specs), moe.deepseek_experts(c), choice_bias="e_score_correction_bias")
 
 
 def dots1(c: Fields) -> Model:
     c.ignore("max_window_layers")  # by which its class has set layer_types
     specs = windowed(c, attention(c, bias=c["attention_bias"], qk_norm="head"))
-    return sparse(c, [keyed(spec) for spec in specs], deepseek_experts(c))
+    return sparse(c, keyed(specs), moe.deepseek_experts(c))
 
 
 # --- Qwen, OLMoE, ERNIE, Granite, MiniMax, Phi ------------------------------------------------------------------------
@@ -108,13 +95,14 @@ def dots1(c: Fields) -> Model:
 
 def qwen2_moe(c: Fields) -> Model:
     c.ignore("max_window_layers", "sliding_window")  # by which its class has set layer_types
-    which, mixture = qwen_mixture(c, shared_gate=True)
+    which, mixture = moe.qwen_mixture(c, shared_gate=True)
     layer_types(c, ["full_attention", *["sliding_attention"] * c["use_sliding_window"]])
     spec = attention(c, bias="qkv" if c["qkv_bias"] else False)
     specs = windowed(c, spec) if c["use_sliding_window"] else [spec]
     style = gated_style(c, experts=mixture)
-    views = qwen_experts(mixture.count, style) if mixture else {}
-    return layered(c, [keyed(spec) for spec in specs], style, views, which)
+    return model_of(
+        c, keyed(specs), style, experts=moe.qwen_experts(mixture.count, style) if mixture else {}, which=which
+    )
 
 
 def flex_olmo(c: Fields) -> Model:
@@ -124,9 +112,10 @@ def flex_olmo(c: Fields) -> Model:
 def olmoe(c: Fields, order: Any = "pre") -> Model:
     c.only("clip_qkv", None)
     names = {"count": "num_experts", "chosen": "num_experts_per_tok", "normalized": "norm_topk_prob"}
-    mixture = mixture_of(c, names)
+    mixture = moe.mixture_of(c, names)
     spec = attention(c, bias=c["attention_bias"], qk_norm="joint")
-    return layered(c, [keyed(spec)], gated_style(c, order=order, experts=mixture), experts("mlp", mixture.count))
+    style = gated_style(c, order=order, experts=mixture)
+    return model_of(c, keyed([spec]), style, experts=moe.experts("mlp", mixture.count))
 
 
 def ernie4_5_moe(c: Fields) -> Model:
@@ -139,26 +128,24 @@ def ernie4_5_moe(c: Fields) -> Model:
     which = [i for i in range(depth) if (i + 1) % step == 0 and first <= i <= last]
     shared = c.count("moe_num_shared_experts") * c["moe_intermediate_size"]
     names = {"count": "moe_num_experts", "chosen": "moe_k", "width": "moe_intermediate_size"}
-    mixture = mixture_of(c, names, balance=0.0, biased=True, normalized=True, shared=shared or None)
+    mixture = moe.mixture_of(c, names, balance=0.0, biased=True, normalized=True, shared=shared or None)
     style = gated_style(c, bias=bias, head_bias=bias, experts=mixture)
-    spec = attention(c, bias=bias)
-    own = neighbours(attention_views(spec, "self_attn"), spec, c["hidden_size"], c["num_attention_heads"])
-    views = routed("mlp", mixture, style, "moe_statics.e_score_correction_bias")
+    views = moe.routed("mlp", mixture, style, "moe_statics.e_score_correction_bias")
     views["mlp.choice_bias"] = views["mlp.choice_bias"]._replace(shape=(1, mixture.count))
-    return layered(c, [(spec, own)], style, views, which)
+    return model_of(c, in_pairs(c, [attention(c, bias=bias)]), style, experts=views, which=which)
 
 
 def granitemoe(c: Fields) -> Model:
     """Its factors of activations become factors of weights."""
     width = c.of_class("shared_intermediate_size") or None
     names = {"count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size"}
-    mixture = mixture_of(c, names, normalized=True, shared=width)
+    mixture = moe.mixture_of(c, names, normalized=True, shared=width)
     style = gated_style(c, experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
-    views = stacked_experts("block_sparse_moe", mixture, c["hidden_size"])
+    views = moe.stacked_experts("block_sparse_moe", mixture, c["hidden_size"])
     if width:
         views |= gate_up_views("shared_mlp.input_linear", "shared_mlp.output_linear", width, ours="mlp.shared")
     spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
-    model = layered(c, [keyed(spec)], style, views)
+    model = model_of(c, keyed([spec]), style, experts=views)
     return as_granite(c, model, 1 / multiplier(c, "logits_scaling"))
 
 
@@ -167,10 +154,10 @@ def minimax_m2(c: Fields) -> Model:
     c.only("output_router_logits", False)  # whose loss is of a softmax, and the experts' scores are sigmoids
     c.ignore("router_aux_loss_coef", "rotary_dim")  # by the last its class has set partial_rotary_factor
     names = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
-    mixture = mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, normalized=True)
+    mixture = moe.mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, normalized=True)
     style = gated_style(c, experts=mixture)
-    views = routed("block_sparse_moe", mixture, style, "e_score_correction_bias", MIXTRAL_EXPERT)
-    return layered(c, [keyed(attention(c, partial=True, qk_norm="joint"))], style, views)
+    views = moe.routed("block_sparse_moe", mixture, style, "e_score_correction_bias", moe.MIXTRAL_EXPERT)
+    return model_of(c, keyed([attention(c, partial=True, qk_norm="joint")]), style, experts=views)
 
 
 def phimoe(c: Fields) -> Model:
@@ -178,10 +165,10 @@ def phimoe(c: Fields) -> Model:
     c.only("num_experts_per_tok", 2)
     c.ignore("input_jitter_noise")  # of training
     names = {"count": "num_local_experts", "near": "router_jitter_noise", "chosen": "num_experts_per_tok"}
-    mixture = mixture_of(c, names, NearExperts)
+    mixture = moe.mixture_of(c, names, NearExperts)
     style = gated_style(c, norm="layer-bias", head_bias=c["lm_head_bias"], experts=mixture)
     spec = phimoe_turned(c, bias=c["attention_bias"], pattern=window_of(c, limited=True))
-    return layered(c, [keyed(spec)], style, experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT))
+    return model_of(c, keyed([spec]), style, experts=moe.experts("block_sparse_moe", mixture.count, moe.MIXTRAL_EXPERT))
 
 
 def phimoe_turned(c: Fields, **options: Any) -> AttentionSpec:
@@ -207,37 +194,32 @@ def hunyuan_v1_moe(c: Fields) -> Model:
         c.refuse("moe_topk", "one number for all layers")
     width = c["intermediate_size"]
     c.meant |= {"experts.chosen=": "moe_topk"}
-    mixture = mixture_of(c, {"count": "num_experts"}, balance=0.0, chosen=chosen[0], normalized=True, shared=width)
+    mixture = moe.mixture_of(c, {"count": "num_experts"}, balance=0.0, chosen=chosen[0], normalized=True, shared=width)
     style = gated_style(c, experts=mixture)
-    views = experts("mlp", mixture.count, router="gate.wg") | mlp_views("mlp.shared_mlp", style, "mlp.shared")
-    spec, own = keyed(hunyuan_spec(c))
-    return layered(c, [(spec, own | modules(LATE))], style, views)
+    views = moe.experts("mlp", mixture.count, router="gate.wg") | mlp_views("mlp.shared_mlp", style, "mlp.shared")
+    return model_of(c, keyed([hunyuan_spec(c)]), style, LATE, experts=views)
 
 
 def qwen3_moe(c: Fields) -> Model:
     c.ignore("use_sliding_window")  # by which its class has set sliding_window
     count = "num_experts" if "num_experts" in c.names else "num_local_experts"  # from 5.23 on
-    fields = {ours: theirs for ours, theirs in QWEN_EXPERTS.items() if ours != "shared"} | {"count": count}
-    which, mixture = qwen_mixture(c, fields)
+    fields = {ours: theirs for ours, theirs in moe.QWEN_EXPERTS.items() if ours != "shared"} | {"count": count}
+    which, mixture = moe.qwen_mixture(c, fields)
     spec = attention(c, bias=c["attention_bias"], qk_norm="head", pattern=window_of(c))
     width = c["intermediate_size"]  # also of a model whose layers all have experts
-    views = experts("mlp", c[count])
-    return layered(c, [keyed(spec)], gated_style(c, experts=mixture), views, which, intermediate_size=width)
+    style, views = gated_style(c, experts=mixture), moe.experts("mlp", c[count])
+    return model_of(c, keyed([spec]), style, experts=views, which=which, intermediate_size=width)
 
 
 def mixtral(c: Fields) -> Model:
     c.only("router_jitter_noise", 0.0)
     fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
-    mixture = mixture_of(c, fields, normalized=True)
-    views = experts("block_sparse_moe", mixture.count, MIXTRAL_EXPERT)
-    return layered(c, [keyed(attention(c, pattern=window_of(c)))], gated_style(c, experts=mixture), views)
+    mixture = moe.mixture_of(c, fields, normalized=True)
+    views = moe.experts("block_sparse_moe", mixture.count, moe.MIXTRAL_EXPERT)
+    return model_of(c, keyed([attention(c, pattern=window_of(c))]), gated_style(c, experts=mixture), experts=views)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
-
-
-def keyed(spec: Any) -> Mixer:
-    return spec, attention_views(spec, "self_attn")
 
 
 def sparse(
@@ -248,41 +230,8 @@ def sparse(
     MLPs; choice_bias: as in `routed`."""
     c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
     style = gated_style(c, bias=bias, experts=mixture)
-    views = routed("mlp", mixture, style, choice_bias) if mixture else {}
-    return layered(c, mixers, style, views, routed_layers(c) if mixture else ())
-
-
-def routed_layers(c: Fields) -> Collection[int]:
-    """Returns the layers with experts, by a list, or by the number of dense layers before them."""
-    if "mlp_layer_types" in c.names:
-        return [i for i, k in enumerate(layer_types(c, ("dense", "sparse"), "mlp_layer_types")) if k == "sparse"]
-    first = c.count("first_k_dense_replace") if "first_k_dense_replace" in c.names else 0
-    return range(first, c["num_hidden_layers"])
-
-
-def layered(
-    c: Fields, mixers: Sequence[Mixer], style: BlockStyle, views: Views, which: Collection[int] | None = None,
-    **sizes: Any,
-) -> Model:  # fmt: skip
-    """Returns a model with Llama's names of modules. mixers: the pattern of its mixers; views: of its experts; which:
-    the layers with experts; None: all; sizes: as in `model_of`."""
-    depth = c["num_hidden_layers"]
-    which = range(depth) if which is None else which
-    if style.experts and style.experts.width and len(which) == depth:
-        c.ignore("intermediate_size")  # of an MLP, which no layer has
-        sizes = {"intermediate_size": style.experts.width} | sizes
-    pairs = [mixers[i % len(mixers)] for i in range(depth)]
-    layers = [Layer(spec, "experts" if i in which else "one") for i, (spec, _) in enumerate(pairs)]
-    norms, mlp = norm_views(style, BRANCH_NORMS if style.order == "branch" else NORMS), mlp_views("mlp", style)
-    own = [norms | own | (views if i in which else mlp) for i, (_, own) in enumerate(pairs)]
-    return model_of(c, layers, style, own, **sizes)
-
-
-def predicting(c: Fields, model: Model) -> Model:
-    """Returns the model without the layers of multi-token prediction, which follow the others."""
-    first, name = c["num_hidden_layers"], "num_nextn_predict_layers"
-    more = range(first, first + (c.count(name) if name in c.names else 0))
-    return model._replace(outside=tuple(f"model.layers.{i}." for i in more))
+    views = moe.routed("mlp", mixture, style, choice_bias) if mixture else {}
+    return model_of(c, mixers, style, experts=views, which=moe.routed_layers(c) if mixture else ())
 
 
 FORMATS: dict[str, Format] = {

@@ -8,15 +8,15 @@ import torch
 from ..extra.capped import CappedSpec
 from ..extra.clamped import ClampedExperts
 from ..spec.attention import AttentionSpec
-from ..spec.stack import BlockStyle, Layer, Order
-from .experts import mixture_of
+from ..spec.stack import BlockStyle, Order
+from . import moe
 from .fields import Fields
 from .form import PRECISIONS, Format, Model, model_of
 from .mxfp4 import PackedExperts
-from .parts import BRANCH_NORMS, NORMS, as_granite, gate_up_views, multiplier
+from .parts import as_granite, multiplier
 from .rotary import own_rotation
-from .softmax import attention, attention_views, decoder, gated, gated_style, llama_like, window_of, windowed, windows
-from .views import Block, View, Views, modules, named, plain, projections
+from .softmax import attention, gated, gated_style, keyed, window_of, windowed, windows
+from .views import NORMS, Block, View, Views, gate_up_views, modules, named, plain, projections
 
 
 def phi3(c: Fields) -> Model:
@@ -26,10 +26,10 @@ def phi3(c: Fields) -> Model:
     H, spec = c["num_attention_heads"], attention(c, partial=True, pattern=window_of(c, limited=True))
     d, _ = spec.head_dims(c["hidden_size"], H)
     groups = spec.kv_heads or H
-    own = modules(NORMS | {"mixer.o_proj": "self_attn.o_proj"})
-    own |= gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
-    own |= projections("mixer", "self_attn.qkv_proj", {"q": H * d, "k": groups * d, "v": groups * d})
-    return decoder(c, [spec], gated_style(c), own)
+    own = projections("mixer", "self_attn.qkv_proj", {"q": H * d, "k": groups * d, "v": groups * d})
+    own |= modules({"mixer.o_proj": "self_attn.o_proj"})
+    mlp = gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
+    return model_of(c, [(spec, own)], gated_style(c), dense=mlp)
 
 
 def smollm3(c: Fields) -> Model:
@@ -51,13 +51,13 @@ def smollm3(c: Fields) -> Model:
 
 def olmo3(c: Fields) -> Model:
     """Layers with and without a window have rotary positions of their own."""
-    return gated(c, by_kind(c, bias=c["attention_bias"], qk_norm="joint"), BRANCH_NORMS, "branch")
+    return gated(c, by_kind(c, bias=c["attention_bias"], qk_norm="joint"), "branch")
 
 
 def gemma(c: Fields) -> Model:
     c.only("use_bidirectional_attention", None, False)
     style = gated_style(c, norm="rms-offset", embedding_scale=embedding_factor(c))
-    return llama_like(c, [attention(c, bias=c["attention_bias"])], style)
+    return model_of(c, keyed([attention(c, bias=c["attention_bias"])]), style)
 
 
 def embedding_factor(c: Fields) -> float:
@@ -103,7 +103,7 @@ def sandwich(
     c.only("use_bidirectional_attention", None, False)
     numbers = {"embedding_scale": embedding_factor(c), "logits_cap": c["final_logit_softcapping"]}
     style = gated_style(c, "hidden_activation", norm="rms-offset", order=order, **numbers)
-    return llama_like(c, specs, style, norms)
+    return model_of(c, keyed(specs), style, norms)
 
 
 def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
@@ -129,7 +129,7 @@ def multiplied(c: Fields, logits: float, after: dict[str, str] | None = None) ->
     spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
     scale, order = multiplier(c, "embedding_multiplier"), "both" if after else "pre"
     style = gated_style(c, order=order, bias=c["mlp_bias"], embedding_scale=scale)
-    model = llama_like(c, [spec], style, NORMS | (after or {}))
+    model = model_of(c, keyed([spec]), style, NORMS | (after or {}))
     return as_granite(c, model, logits, [f"*.{name}.*" for name in after or ("mixer.o_proj", "mlp.down_proj")])
 
 
@@ -140,11 +140,10 @@ def gpt_oss(c: Fields) -> Model:
         c.refuse("quantization_config", "a quant_method of mxfp4")
     fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
     fields |= {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}
-    style = BlockStyle(experts=mixture_of(c, fields, ClampedExperts, normalized=True))
+    style = BlockStyle(experts=moe.mixture_of(c, fields, ClampedExperts, normalized=True))
     specs = windowed(c, attention(c, bias=c["attention_bias"], null="learned"))
-    common = modules(NORMS) | plain({"mixer.sinks": "self_attn.sinks"}) | clamped_experts(c, c["num_local_experts"])
-    views = [common | attention_views(spec, "self_attn") for spec in specs]
-    return model_of(c, [Layer(spec, "experts") for spec in specs], style, views)
+    experts = plain({"mixer.sinks": "self_attn.sinks"}) | clamped_experts(c, c["num_local_experts"])
+    return model_of(c, keyed(specs), style, experts=experts)
 
 
 def clamped_experts(c: Fields, count: int) -> Views:

@@ -67,6 +67,12 @@ class View(NamedTuple):
 
 
 Views = dict[str, View]
+NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+BRANCH_NORMS = {"mixer_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
+NORMS_OF_ORDER: dict[str, dict[str, str]] = {
+    "branch": BRANCH_NORMS, "parallel-joint": {"mixer_norm": "input_layernorm"}
+}  # fmt: skip
+PRE_FF_NORMS = {"mixer_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 
 
 # --- tensors ---------------------------------------------------------------------------------------------------------
@@ -140,6 +146,17 @@ def norm_views(style: BlockStyle, names: dict[str, str]) -> Views:
     """Returns the views of norms: {our name: their name}."""
     bias = style.norm == "layer-bias" or (style.norm == "layer" and style.bias)
     return {} if style.norm.endswith("plain") else modules(names, bias)
+
+
+def mlp_views(theirs: str, style: BlockStyle, ours: str = "mlp") -> Views:
+    """Returns the views of an MLP with the same names of modules as ours."""
+    names = ["gate_proj", "up_proj", "down_proj"] if style.gated else ["up_proj", "down_proj"]
+    return modules({f"{ours}.{name}": f"{theirs}.{name}" for name in names}, style.bias)
+
+
+def gate_up_views(up: str, down: str, width: int, bias: bool = False, ours: str = "mlp") -> Views:
+    """Returns the views of an MLP whose gate and other input are one projection `up`."""
+    return projections(ours, up, {"gate": width, "up": width}, bias=bias) | modules({f"{ours}.down_proj": down}, bias)
 
 
 def assembled(layers: Sequence[Views], outside: Views, theirs: str = "model.layers") -> Views:

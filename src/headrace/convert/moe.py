@@ -5,8 +5,9 @@ from typing import Any
 
 from ..spec.stack import BlockStyle, Experts
 from .fields import Fields
-from .parts import mlp_views
-from .views import Block, View, Views, named, plain
+from .form import Model
+from .parts import layer_types
+from .views import Block, View, Views, mlp_views, named, plain
 
 GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -105,3 +106,18 @@ def qwen_mixture(
     mixture = mixture_of(c, fields, **fixed) if which else None
     c.ignore(*fields.values(), "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     return which, mixture
+
+
+def routed_layers(c: Fields) -> Collection[int]:
+    """Returns the layers with experts, by a list, or by the number of dense layers before them."""
+    if "mlp_layer_types" in c.names:
+        return [i for i, k in enumerate(layer_types(c, ("dense", "sparse"), "mlp_layer_types")) if k == "sparse"]
+    first = c.count("first_k_dense_replace") if "first_k_dense_replace" in c.names else 0
+    return range(first, c["num_hidden_layers"])
+
+
+def predicting(c: Fields, model: Model) -> Model:
+    """Returns the model without the layers of multi-token prediction, which follow the others."""
+    first, name = c["num_hidden_layers"], "num_nextn_predict_layers"
+    more = range(first, first + (c.count(name) if name in c.names else 0))
+    return model._replace(outside=tuple(f"model.layers.{i}." for i in more))
