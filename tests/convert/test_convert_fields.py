@@ -80,6 +80,9 @@ REFUSED = {
     # which flash-linear-attention has under the same model_type
     "norm_eps=1e-06": ("mamba2", (), {"norm_eps": 1e-6}),
     "dt_limit=[0.0, 0.1]": ("mamba2", (), {"dt_limit": [0.0, 0.1]}),
+    "config.json has num_key_value_heads=3, num_attention_heads=4: kv_heads=3 does not divide num_heads=4": (
+        "llama", (), {"num_key_value_heads": 3}
+    ),
     "num_heads': TypeError: Field 'num_heads' expected int, got str (value: 'a')": ("mamba2", (), {"num_heads": "a"}),
     "n_groups=8; expected a divisor of the number of heads, 4": ("mamba2", ("n_groups",), {}),
     "config.json has num_experts=4, num_experts_per_tok=10: experts.chosen=10 exceeds experts.count=4": (

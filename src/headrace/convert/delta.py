@@ -11,6 +11,7 @@ from ..spec.linear import MixerSpec
 from ..spec.stack import BlockStyle, Layer
 from . import moe
 from .fields import Fields
+from .flash import DELTA_RULE, GATE, STEP
 from .form import Format, Mixer, Model, model_of
 from .parts import latent_attention, layer_types
 from .rotary import latent_scale, rotation
@@ -145,11 +146,6 @@ def lara_delta(theirs: str, heads: int, groups: int, key_dim: int, value_dim: in
 
 # --- OLMo Hybrid -----------------------------------------------------------------------------------------------------
 
-SEPARATE = {f"in_proj.{part}": f"{part}_proj.weight" for part in "qkv"}
-SEPARATE |= {"in_proj.gate": "g_proj.weight", "in_proj.beta": "b_proj.weight"}
-SEPARATE |= {f"conv.weight.{part}": f"{part}_conv1d.weight" for part in "qkv"}
-SEPARATE |= {"decay.dt_bias": "dt_bias", "norm_weight": "o_norm.weight"}
-OLMO_DELTA = {"in_proj.decay": "a_proj.weight", "decay.A_log": "A_log", "o_proj.weight": "o_proj.weight"}
 OLMO_NORMS = {"mixer_norm": "attention_layer_norm", "mlp_norm": "feedforward_layer_norm"}
 OLMO_BRANCH_NORMS = {"mixer_norm": "feedforward_layer_norm", "mlp_norm": "post_feedforward_layernorm"}
 
@@ -167,7 +163,7 @@ def olmo_hybrid(c: Fields) -> Model:
     beta = "sigmoid-2" if c["linear_allow_neg_eigval"] else "sigmoid"
     linear = gated_delta(c, *delta_sizes(c), {"write.beta": beta, "read.eps": 1e-5})
     mixers: dict[str, Mixer] = {
-        "linear_attention": (linear, modules(OLMO_NORMS) | named("mixer", "linear_attn", SEPARATE | OLMO_DELTA)),
+        "linear_attention": (linear, modules(OLMO_NORMS) | named("mixer", "linear_attn", DELTA_RULE | GATE | STEP)),
         "full_attention": (
             Layer(spec, order="branch"), modules(OLMO_BRANCH_NORMS) | attention_views(spec, "self_attn")
         ),
@@ -177,9 +173,10 @@ def olmo_hybrid(c: Fields) -> Model:
 
 # --- Kimi Linear and Ling --------------------------------------------------------------------------------------------
 
+SEPARATE = DELTA_RULE | GATE | {"decay.dt_bias": "dt_bias"}
 KIMI_LOW_RANK = {
     "in_proj.decay": "f_a_proj.weight", "decay.up.weight": "f_b_proj.weight", "in_proj.gate": "g_a_proj.weight",
-    "gate.up.weight": "g_b_proj.weight", "o_proj.weight": "o_proj.weight",
+    "gate.up.weight": "g_b_proj.weight",
 }  # fmt: skip
 LING = {"in_proj.decay": "f_proj.weight", "o_proj.weight": "dense.weight"}
 

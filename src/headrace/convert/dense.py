@@ -7,14 +7,13 @@ from typing import Any
 
 from ..extra.growing import GrowingSpec
 from ..extra.late_norm import LateNormSpec
-from ..spec.attention import AttentionSpec
 from ..spec.stack import BlockStyle
 from . import softmax
 from .fields import Config, Fields
 from .form import Format, Model, model_of
 from .parallel import squared, up_down
 from .parts import in_order, is_positive, multiplier
-from .rotary import ORIGINAL, rotation
+from .rotary import ORIGINAL
 from .softmax import UNGATED, activation, attention, attention_views, gated, keyed, window_of, windowed
 from .variants import SANDWICH_NORMS, bounded, gemma3, multiplied, sandwich
 from .views import NORMS, Block, View, mlp_views, named
@@ -70,7 +69,7 @@ def ministral3(c: Fields) -> Model:
     given: Config = dict(c["rope_parameters"])
     growth, period = given.pop("llama_4_scaling_beta", None), given.get(ORIGINAL)
     given.pop("max_position_embeddings", None)  # which has a field of its own
-    spec = turned(c, given, pattern=window_of(c))
+    spec = attention(c, parameters=given, pattern=window_of(c))
     if not growth:
         return gated(c, [spec])
     if not is_positive(growth) or not is_positive(period) or spec.rope.by_length:
@@ -89,7 +88,7 @@ def hunyuan_spec(c: Fields) -> LateNormSpec:
     if alpha := given["rope_type"] == "dynamic" and given.pop("alpha", None):
         given["rope_type"] = "default"
         given.pop("factor", None)
-    spec = LateNormSpec(**vars(turned(c, given, bias=c["attention_bias"])))
+    spec = LateNormSpec(**vars(attention(c, parameters=given, bias=c["attention_bias"])))
     if alpha:
         d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
         if not is_positive(alpha) or alpha > LARGEST_ALPHA or d == 2:
@@ -101,13 +100,6 @@ def hunyuan_spec(c: Fields) -> LateNormSpec:
 
 
 LARGEST_ALPHA = 1e6  # whose power is a for any number of channels
-
-
-def turned(c: Fields, parameters: Config, **options: Any) -> AttentionSpec:
-    """Returns the spec of attention with these parameters of rotary positions. options: its other fields."""
-    spec = attention(c, rotary=False, **options)
-    d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
-    return replace(spec, rotary=True, rope=rotation(c, d, parameters=parameters))
 
 
 def nanochat(c: Fields) -> Model:

@@ -1,5 +1,6 @@
 """The formats of flash-linear-attention."""
 
+import math
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -11,10 +12,10 @@ from ..spec.mixer import Spec
 from ..spec.stack import BlockStyle
 from .fields import Config, Fields
 from .form import Format, Mixer, Model, model_of
-from .mamba import divisor, mixers_alone
+from .mamba import SILU, Mamba2, divisor, mixers_alone
 from .parts import of_heads
 from .softmax import activation, attention_views
-from .views import Block, View, Views, below, kinds_of, modules, named, plain, stacked
+from .views import BACKBONE, Block, View, Views, below, kinds_of, modules, named, stacked
 
 DEFAULTS: Config = {
     "vocab_size": 32000, "hidden_size": 2048, "num_hidden_layers": 24, "max_position_embeddings": 2048,
@@ -38,30 +39,25 @@ TYPES["attn"] = (ENTRY, [ENTRY])
 # The values that can be converted, also of fields that classes of 2024 and 2025 had and wrote.
 ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("swish",), "attnres_block_size": (None,), "attention_bias": (False,),
-    "use_rope": (False,),
+    "use_rope": (False,), "elementwise_affine": (True,),
 }  # fmt: skip
 # Fields that select an implementation, and two of earlier versions whose other values imply other tensors.
 IGNORED = (
-    "attn_mode", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp", "norm_first",
-    "share_conv_kernel",
+    "attn_mode", "fuse_norm", "fuse_swiglu", "fuse_cross_entropy", "fuse_linear_cross_entropy", "use_l2warp",
+    "norm_first", "share_conv_kernel",
 )  # fmt: skip
 NORMS = {"mixer_norm": "attn_norm", "mlp_norm": "mlp_norm"}
 EMBEDDINGS = ("model", "embeddings", "norm", "layers")
-LINEAR = {f"mixer.in_proj.{part}": f"attn.{part}_proj.weight" for part in "qkv"}
-LINEAR |= {"mixer.o_proj.weight": "attn.o_proj.weight"}
-GATE = {"mixer.in_proj.gate": "attn.g_proj.weight"}
-BETA = {"mixer.in_proj.beta": "attn.b_proj.weight"}
-CONVOLUTIONS = {f"mixer.conv.weight.{part}": f"attn.{part}_conv1d.weight" for part in "qkv"}
-FUSED_NORM = {"mixer.norm_weight": "attn.g_norm_swish_gate.weight"}
-NORM = {"mixer.norm_weight": "attn.o_norm.weight"}
-DELTA_RULE = LINEAR | BETA | CONVOLUTIONS | NORM
+# Our names of the tensors of a mixer -> theirs.
+LINEAR = {f"in_proj.{part}": f"{part}_proj.weight" for part in "qkv"} | {"o_proj.weight": "o_proj.weight"}
+GATE, BETA = {"in_proj.gate": "g_proj.weight"}, {"in_proj.beta": "b_proj.weight"}
+FUSED_NORM, NORM = {"norm_weight": "g_norm_swish_gate.weight"}, {"norm_weight": "o_norm.weight"}
+DELTA_RULE = LINEAR | BETA | NORM | {f"conv.weight.{part}": f"{part}_conv1d.weight" for part in "qkv"}
 LOW_RANK_DECAY = {
-    "mixer.in_proj.decay": "attn.gk_proj.0.weight",
-    "mixer.decay.up.weight": "attn.gk_proj.1.weight",
-    "mixer.decay.up.bias": "attn.gk_proj.1.bias",
-}
-RATE = {"mixer.decay.A_log": "attn.A_log", "mixer.decay.dt_bias": "attn.dt_bias"}
-STEP = RATE | {"mixer.in_proj.decay": "attn.a_proj.weight"}
+    "in_proj.decay": "gk_proj.0.weight", "decay.up.weight": "gk_proj.1.weight", "decay.up.bias": "gk_proj.1.bias",
+}  # fmt: skip
+RATE = {"decay.A_log": "A_log", "decay.dt_bias": "dt_bias"}
+STEP = RATE | {"in_proj.decay": "a_proj.weight"}
 
 
 def blocks(c: Fields, mixer: str | Spec, views: Views, **sizes: Any) -> Model:
@@ -69,6 +65,11 @@ def blocks(c: Fields, mixer: str | Spec, views: Views, **sizes: Any) -> Model:
     sizes: arguments of `shared` beside the usual ones."""
     sizes = {"num_heads": c["num_heads"], "intermediate_size": mlp_width(c)} | sizes
     return model_of(c, hybrid(c, zoo.get(mixer), views), BlockStyle(), NORMS, names=EMBEDDINGS, **sizes)
+
+
+def inside(names: dict[str, str]) -> Views:
+    """Returns the views of a mixer by its names."""
+    return named("mixer", "attn", names)
 
 
 def hybrid(c: Fields, spec: Spec, views: Views) -> list[Mixer]:
@@ -98,23 +99,22 @@ def mlp_width(c: Fields | Config) -> int:
 
 
 def widths(c: Fields) -> str:
+    c.only("num_kv_heads", None, c["num_heads"])  # of the classes that have it, no layer shares keys
     return f"heads.expand_k={float(c['expand_k'])}, heads.expand_v={float(c['expand_v'])}, heads.width=none"
 
 
 def retnet(c: Fields) -> Model:
-    c.only("num_kv_heads", None, c["num_heads"])
-    return blocks(c, f"retnet({widths(c)})", plain(LINEAR | GATE | FUSED_NORM))
+    return blocks(c, f"retnet({widths(c)})", inside(LINEAR | GATE | FUSED_NORM))
 
 
 def gla(c: Fields) -> Model:
-    c.only("num_kv_heads", None, c["num_heads"])
-    return blocks(c, f"gla({widths(c)})", plain(LINEAR | GATE | FUSED_NORM | LOW_RANK_DECAY))
+    return blocks(c, f"gla({widths(c)})", inside(LINEAR | GATE | FUSED_NORM | LOW_RANK_DECAY))
 
 
 def delta_net(c: Fields) -> Model:
     gate = "silu" if c["use_gate"] else "none"
     mixer = f"deltanet({widths(c)}, inputs.conv={c.count('conv_size', 2)}, read.gate={gate}, write.beta={beta(c)})"
-    return blocks(c, mixer, plain(DELTA_RULE | (GATE if c["use_gate"] else {})))
+    return blocks(c, mixer, inside(DELTA_RULE | (GATE if c["use_gate"] else {})))
 
 
 def beta(c: Fields) -> str:
@@ -122,7 +122,7 @@ def beta(c: Fields) -> str:
 
 
 def gated_deltanet(c: Fields) -> Model:
-    return delta_rule(c, "gated-deltanet", plain(DELTA_RULE | GATE | STEP))
+    return delta_rule(c, "gated-deltanet", inside(DELTA_RULE | GATE | STEP))
 
 
 def delta_rule(c: Fields, mixer: str, views: Views, changes: Config | None = None) -> Model:
@@ -146,13 +146,12 @@ def kda(c: Fields) -> Model:
         c.refuse("lower_bound", "None, or safe_gate=True beside it")
     rank = None if c["expand_v"] == 1 else round(c["head_dim"] * c["expand_v"])  # the value dimension, also for decays
     changes = {"decay.rank": rank, "decay.lower_bound": None if bound is None else float(bound)}
-    return delta_rule(c, "kda", plain(DELTA_RULE | RATE | LOW_RANK), changes)
+    return delta_rule(c, "kda", inside(DELTA_RULE | RATE | LOW_RANK), changes)
 
 
 LOW_RANK = {
-    "mixer.in_proj.decay": "attn.f_proj.0.weight", "mixer.decay.up.weight": "attn.f_proj.1.weight",
-    "mixer.in_proj.gate": "attn.g_proj.0.weight", "mixer.gate.up.weight": "attn.g_proj.1.weight",
-    "mixer.gate.up.bias": "attn.g_proj.1.bias",
+    "in_proj.decay": "f_proj.0.weight", "decay.up.weight": "f_proj.1.weight", "in_proj.gate": "g_proj.0.weight",
+    "gate.up.weight": "g_proj.1.weight", "gate.up.bias": "g_proj.1.bias",
 }  # fmt: skip
 
 
@@ -164,11 +163,13 @@ def hgrn2(c: Fields) -> Model:
     K = K or D // H
     c.only("num_heads", D // K, None)
     mixer = f"hgrn2(heads.expand_k={D // K * K / D}, heads.width=none, read.eps=1e-5)"
-    return blocks(c, mixer, plain(HGRN2), num_heads=D // K)
+    return blocks(c, mixer, inside(HGRN2), num_heads=D // K)
 
 
-HGRN2 = {f"mixer.in_proj.{our}": f"attn.{their}_proj.weight" for our, their in (("q", "q"), ("decay", "f"), ("v", "i"))}
-HGRN2 |= {"mixer.o_proj.weight": "attn.o_proj.weight", "mixer.norm_weight": "attn.g_norm.weight"}
+HGRN2 = {
+    "in_proj.q": "q_proj.weight", "in_proj.decay": "f_proj.weight", "in_proj.v": "i_proj.weight",
+    "o_proj.weight": "o_proj.weight", "norm_weight": "g_norm.weight",
+}  # fmt: skip
 
 
 def gsa(c: Fields) -> Model:
@@ -176,15 +177,14 @@ def gsa(c: Fields) -> Model:
     c.only("num_kv_heads", None, c["num_heads"])
     wide, written = c["exapnd_k"], c["expand_k"]
     spec = MatrixSpec("gsa", slots=c["num_slots"], expand_k=float(wide if written is None else written), eps=1e-5)
-    names = LINEAR | {"mixer.in_proj.w": "attn.f_proj.weight", "mixer.norm_weight": "attn.g_norm.weight"}
-    return blocks(c, spec, plain(names))
+    names = LINEAR | {"in_proj.w": "f_proj.weight", "norm_weight": "g_norm.weight"}
+    return blocks(c, spec, inside(names))
 
 
 def linear_attn(c: Fields) -> Model:
-    c.only("num_kv_heads", None, c["num_heads"])
     feature_map = activation(c, "feature_map", FEATURE_MAPS)
     mixer = f"linear-attention({widths(c)}, inputs.feature_map={feature_map}, read.norm=rms, read.scale=key)"
-    return blocks(c, mixer, plain(LINEAR | {"mixer.norm_weight": "attn.norm.weight"}))
+    return blocks(c, mixer, inside(LINEAR | {"norm_weight": "norm.weight"}))
 
 
 FEATURE_MAPS = {"elu": "elu+1", "relu": "relu", "identity": "identity"}
@@ -193,7 +193,7 @@ FEATURE_MAPS = {"elu": "elu+1", "relu": "relu", "identity": "identity"}
 def gated_deltaproduct(c: Fields) -> Model:
     """The rows of each step of each head are among those of all heads for the step there."""
     gated, decays, n, H = c["use_output_gate"], c["use_forget_gate"], c["num_householder"], c["num_heads"]
-    views = plain(DELTA_RULE | (GATE if gated else {}) | (STEP if decays else {}))
+    views = inside(DELTA_RULE | (GATE if gated else {}) | (STEP if decays else {}))
     K, V = c["head_dim"], round(c["head_dim"] * c["expand_v"])
     if not 1 <= n <= K:
         c.refuse("num_householder", f"1 to head_dim={K}")
@@ -232,7 +232,7 @@ def softmax(c: Fields, **options: Any) -> AttentionSpec:
     return AttentionSpec(groups, bias="qkv" if c["qkv_bias"] else False, **options)
 
 
-# --- Mamba-3 ---------------------------------------------------------------------------------------------------------
+# --- Mamba-3 and log-linear Mamba-2 -----------------------------------------------------------------------------------
 
 
 def mamba3(c: Fields) -> Model:
@@ -284,6 +284,23 @@ def mamba3_views(spec: Any, sizes: tuple[int, int, int, int]) -> Views:
     return views
 
 
+def log_linear_mamba2(c: Fields) -> Model:
+    """Blocks of a mixer and an MLP, whose width no field sets."""
+    D, V, H = c["hidden_size"], c["head_dim"], expanded_heads(c)
+    order = "norm-gate" if c["norm_before_gate"] else "gate-norm"
+    layer = Mamba2(
+        H, c["state_size"], V, divisor(c, "n_groups", H), c.count("conv_kernel", 2), c["use_conv_bias"],
+        (c["use_bias"],) * 2, norm=order if c["rmsnorm"] else "none", levels=LEVELS,
+    )  # fmt: skip
+    norms = {name: name for name in ("mixer_norm", "mlp_norm")}
+    width = mlp_width({"hidden_size": D, "hidden_ratio": 4, "intermediate_size": None})
+    mixer = layer.spec(D, H), layer.views("mixer")
+    return model_of(c, [mixer], BlockStyle(), norms, names=BACKBONE, num_heads=H, intermediate_size=width)
+
+
+LEVELS = 15  # of a log-linear memory: for up to 2^14 tokens
+
+
 # --- the formats -----------------------------------------------------------------------------------------------------
 
 
@@ -306,10 +323,9 @@ def fla(
 
 
 # Without fuse_norm the tensor FUSED_NORM has another name.
-NORM_AND_GATE = {
-    "feature_map": (None,), "use_output_gate": (True,), "elementwise_affine": (True,), "fuse_norm": (True,),
-}  # fmt: skip
+NORM_AND_GATE = {"feature_map": (None,), "use_output_gate": (True,), "fuse_norm": (True,)}
 DELTA = {"use_short_conv": (True,)}
+INITIAL = "rescale_prenorm_residual", "dt_min", "dt_max", "dt_init_floor", "chunk_size"  # the last one: of a kernel
 
 FORMATS: dict[str, Format] = {
     "retnet": fla(
@@ -318,8 +334,7 @@ FORMATS: dict[str, Format] = {
         "use_short_conv", "conv_size",  # not used by any layer of that library
     ),
     "gla": fla(
-        "GLAForCausalLM", gla,
-        {"num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0},
+        "GLAForCausalLM", gla, {"num_heads": 4, "num_kv_heads": None, "expand_k": 0.5, "expand_v": 1.0},
         NORM_AND_GATE | {"use_short_conv": (False,), "clamp_min": (None,), "use_gk": (True,), "use_gv": (False,)},
         "conv_size",
     ),
@@ -328,63 +343,64 @@ FORMATS: dict[str, Format] = {
         {"num_heads": 16, "expand_k": 1.0, "expand_v": 1.0, "conv_size": 4, "use_gate": False,
          "allow_neg_eigval": False},
         DELTA | {"use_beta": (True,), "use_output_norm": (True,), "qk_norm": ("l2",), "qk_activation": ("silu",)},
-        "fuse_norm",
     ),
     "gated_deltanet": fla(
         "GatedDeltaNetForCausalLM", gated_deltanet,
         {"num_heads": 6, "num_v_heads": None, "head_dim": 256, "expand_v": 2.0, "conv_size": 4,
-         "num_hidden_layers": 21, "allow_neg_eigval": False},
-        DELTA | {"use_gate": (True,)},
-        "fuse_norm",
+         "num_hidden_layers": 21, "allow_neg_eigval": False}, DELTA | {"use_gate": (True,)},
     ),
     "kda": fla(
         "KDAForCausalLM", kda,
         {"num_heads": 16, "num_v_heads": None, "head_dim": 128, "expand_v": 1.0, "conv_size": 4, "safe_gate": False,
-         "lower_bound": None, "allow_neg_eigval": False},
-        DELTA, "fuse_norm",
+         "lower_bound": None, "allow_neg_eigval": False}, DELTA,
     ),
     "hgrn2": fla(
         "HGRN2ForCausalLM", hgrn2, {"num_heads": None, "expand_ratio": 128},
-        {"use_short_conv": (False,), "use_lower_bound": (False,), "elementwise_affine": (True,)},
-        "conv_size", "fuse_norm",
+        {"use_short_conv": (False,), "use_lower_bound": (False,)}, "conv_size",
     ),
     "gsa": fla(
         "GSAForCausalLM", gsa,
         {"num_heads": 4, "num_kv_heads": None, "num_slots": 64, "exapnd_k": 1.0, "expand_k": None},
         {"use_short_conv": (False,), "exapnd_v": (1,), "expand_v": (1,), "feature_map": ("swish",),
-         "gate_logit_normalizer": (8,), "elementwise_affine": (True,), "gate_low_rank_dim": (None,)},
-        "conv_size", "clamp_min", "clamp_max", "use_output_gate", "use_norm", "fuse_norm",  # not used by its layers
+         "gate_logit_normalizer": (8,), "gate_low_rank_dim": (None,)},
+        "conv_size", "clamp_min", "clamp_max", "use_output_gate", "use_norm",  # not used by its layers
     ),
     "linear_attn": fla(
         "LinearAttentionForCausalLM", linear_attn,
         {"num_heads": 4, "num_kv_heads": None, "expand_k": 1.0, "expand_v": 1.0, "feature_map": "elementwise_product"},
-        {"norm_q": (False,), "norm_k": (False,), "norm_feature_map": (False,), "elementwise_affine": (True,)},
-        "tie_feature_map_qk", "fuse_norm",
+        {"norm_q": (False,), "norm_k": (False,), "norm_feature_map": (False,)}, "tie_feature_map_qk",
     ),
     "gated_deltaproduct": fla(
         "GatedDeltaProductForCausalLM", gated_deltaproduct,
         {"num_heads": 6, "head_dim": 256, "expand_v": 2.0, "conv_size": 4, "num_hidden_layers": 21,
          "use_output_gate": True, "use_forget_gate": False, "allow_neg_eigval": False, "num_householder": 1},
-        DELTA | {"use_gate": (True,)}, "fuse_norm",
+        DELTA | {"use_gate": (True,)},
     ),
     "transformer": fla(
         "TransformerForCausalLM", transformer,
         {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "qk_norm": False, "window_size": None,
-         "rope_theta": 10000.0},
-        {"elementwise_affine": (True,), "attn": (None,)}, "fuse_norm",
+         "rope_theta": 10000.0}, {"attn": (None,)},
     ),
     "forgetting_transformer": fla(
         "ForgettingTransformerForCausalLM", forgetting_transformer,
         {"num_heads": 32, "num_kv_heads": None, "qkv_bias": False, "use_output_gate": False},
-        {"elementwise_affine": (True,), "qk_norm": (False,), "window_size": (None,), "attn": (None,)}, "fuse_norm",
+        {"qk_norm": (False,), "window_size": (None,), "attn": (None,)},
     ),
     "mamba3": fla(
         "Mamba3ForCausalLM", mamba3,
         {"state_size": 128, "head_dim": 64, "expand": 2, "n_groups": 1, "num_hidden_layers": 48, "norm_eps": 1e-5,
          "pad_token_id": 0, "use_bias": False, "rope_fraction": 0.5, "is_outproj_norm": False},
         {"is_mimo": (False,), "attn": (None,), "A_floor": (1e-4,), "norm_eps": (1e-5,), "rope_fraction": (0.5, 1.0),
-         "hidden_act": ("silu", "swish")},
-        "mimo_rank", "fuse_norm", "residual_in_fp32", "rescale_prenorm_residual", "dt_min", "dt_max", "dt_init_floor",
-        "chunk_size", "hidden_ratio", "intermediate_size",  # the last two, of an MLP, have no meaning there
+         "hidden_act": SILU},
+        "mimo_rank", "residual_in_fp32", *INITIAL, "hidden_ratio", "intermediate_size",  # the last two: of MLPs
+    ),
+    "log_linear_mamba2": fla(
+        "LogLinearMamba2ForCausalLM", log_linear_mamba2,
+        {"state_size": 128, "head_dim": 64, "expand": 2, "n_groups": 1, "conv_kernel": 4, "num_hidden_layers": 48,
+         "norm_eps": 1e-5, "pad_token_id": 0, "use_bias": False, "use_conv_bias": True, "rmsnorm": True,
+         "norm_before_gate": False, "D_has_hdim": False, "dt_limit": [0.0, math.inf], "residual_in_fp32": False},
+        {"hidden_act": SILU, "D_has_hdim": (False,), "dt_limit": ([0.0, math.inf],), "residual_in_fp32": (False,),
+         "attn": (None,)},
+        *INITIAL, "conv_init", "A_init_range", "hidden_ratio", "intermediate_size", "max_position_embeddings",
     ),
 }  # fmt: skip

@@ -154,5 +154,7 @@ def model_of(
         layer = mixer if isinstance(mixer, Layer) else Layer(mixer)
         layers.append(replace(layer, mlp="experts") if has_experts else layer)
         views.append(common | own | mlps[has_experts])
-    all_views = assembled(views, outer_views(c, style, names), f"{names[0]}.{names[-1]}")
-    return Model(shared(c, layers, style, **sizes), all_views)
+    arguments = shared(c, layers, style, **sizes)
+    for mixer in (mixer for layer in layers for mixer in layer.mixers):
+        mixer.head_dims(arguments["hidden_size"], arguments["num_heads"])  # raises for sizes that do not divide
+    return Model(arguments, assembled(views, outer_views(c, style, names), f"{names[0]}.{names[-1]}"))

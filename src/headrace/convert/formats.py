@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from . import delta, dense, flash, hybrid, lfm, log_linear, pairs, parallel, recurrent, rwkv, softmax, sparse, variants
+from . import delta, dense, flash, hybrid, lfm, pairs, parallel, recurrent, rwkv, softmax, sparse, variants
 from .form import Format
 
 MODULES: Any = (
-    softmax, variants, parallel, pairs, dense, sparse, recurrent, lfm, delta, hybrid, flash, rwkv, log_linear
+    softmax, variants, parallel, pairs, dense, sparse, recurrent, lfm, delta, hybrid, flash, rwkv
 )  # fmt: skip
 FORMATS: dict[str, Format] = {kind: form for module in MODULES for kind, form in module.FORMATS.items()}
 

@@ -93,11 +93,8 @@ def granite_experts(c: Fields) -> Experts | None:
     if not c["num_local_experts"]:
         c.ignore("num_experts_per_tok", "intermediate_size", "router_aux_loss_coef", "output_router_logits")
         return None
-    fields = {
-        "count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size",
-        "shared": "shared_intermediate_size",
-    }  # fmt: skip
-    return moe.mixture_of(c, fields, normalized=True)
+    widths = {"width": "intermediate_size", "shared": "shared_intermediate_size"}
+    return moe.mixture_of(c, moe.COUNTED | widths, normalized=True)
 
 
 # --- Nemotron-H ------------------------------------------------------------------------------------------------------

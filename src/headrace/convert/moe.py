@@ -12,6 +12,7 @@ from .views import Block, View, Views, mlp_views, named, plain
 GATED_EXPERT = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 MIXTRAL_EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
 # Fields of Experts -> fields of the mixture of experts.
+COUNTED = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
 QWEN_EXPERTS = {
     "count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size",
     "normalized": "norm_topk_prob", "shared": "shared_expert_intermediate_size",

@@ -90,7 +90,7 @@ def bamba(c: Fields) -> Model:
 def jamba(c: Fields) -> Model:
     c.only("hidden_act", *SILU)
     c.ignore("use_mamba_kernels", "use_mambapy", "use_associative_scan")
-    bias, conv_bias, count = c["mamba_proj_bias"], c["mamba_conv_bias"], c["num_experts"]
+    bias, conv_bias, names = c["mamba_proj_bias"], c["mamba_conv_bias"], moe.COUNTED | {"count": "num_experts"}
     spec = ScanSpec(
         "mamba", c["mamba_d_state"], c.count("mamba_d_conv", 2), c["mamba_expand"], c["mamba_dt_rank"], True,
         conv_bias, bias,
@@ -100,17 +100,17 @@ def jamba(c: Fields) -> Model:
         [i % c.count(f"{kind}_layer_period", 1) == c[f"{kind}_layer_offset"] for i in range(c["num_hidden_layers"])]
         for kind in ("attn", "expert")
     )
-    which = [i for i, mixed in enumerate(mixes) if mixed and count > 1]
+    which = [i for i, mixed in enumerate(mixes) if mixed and c["num_experts"] > 1]
     norms = {f"mixer.norm_weight.{part}": f"mamba.{part.lower()}_layernorm.weight" for part in ("dt", "B", "C")}
     own: dict[bool, Mixer] = {
         True: (softmax, attention_views(softmax, "self_attn")),
         False: (spec, mamba1("mamba", bias, conv_bias) | plain(norms)),
     }
-    style = BlockStyle(experts=moe.mixture_of(c, CHOSEN, count=count) if which else None)
+    style = BlockStyle(experts=moe.mixture_of(c, names) if which else None)
     c.ignore("num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")  # of a model without experts
     return model_of(
         c, [own[each] for each in attends], style, PRE_FF_NORMS, mlp_views("feed_forward", style),
-        experts=moe.experts("feed_forward", count, router="router"), which=which, names=HYBRID,
+        experts=moe.experts("feed_forward", c["num_experts"], router="router"), which=which, names=HYBRID,
     )  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def minimax(c: Fields) -> Model:
     c.only("router_jitter_noise", 0.0)
     c.ignore("block_size")
     kinds = layer_types(c, ("linear_attention", "full_attention"))
-    H, count = c["num_attention_heads"], c["num_local_experts"]
+    H, mixture = c["num_attention_heads"], moe.mixture_of(c, moe.COUNTED, normalized=True)
     alphas, betas = (
         {kind: factor(c, f"{name}_{which}_factor") for kind, name in FACTORS.items()} for which in ("alpha", "beta")
     )
@@ -129,10 +129,10 @@ def minimax(c: Fields) -> Model:
         "linear_attention": lightning_views("self_attn", width, H),
         "full_attention": attention_views(softmax, "self_attn"),
     }
-    sparse = scaled(moe.experts("block_sparse_moe", count, moe.MIXTRAL_EXPERT), folded(alphas["mlp"], betas["mlp"]))
+    views = moe.experts("block_sparse_moe", mixture.count, moe.MIXTRAL_EXPERT)
+    sparse = scaled(views, folded(alphas["mlp"], betas["mlp"]))
     sparse["mixer_norm.weight"] = View("post_attention_layernorm.weight", factor=alphas["mlp"])
     layers = [scaled(own[kind], folded(alphas[kind], betas[kind])) | sparse for kind in kinds]
-    mixture = moe.mixture_of(c, CHOSEN, count=count, normalized=True)
     style = BlockStyle(order="post", embedding_norm=True, experts=mixture)
     views = assembled(layers, outer_views(c, style))
     # The norm before a block is that after the one before it.
@@ -147,7 +147,6 @@ def minimax(c: Fields) -> Model:
     return Model(shared(c, [Layer(mixer, "experts") for mixer in mixers], style, **sizes), views)
 
 
-CHOSEN = {"chosen": "num_experts_per_tok"}
 FACTORS = {"linear_attention": "linear_attn", "full_attention": "full_attn", "mlp": "mlp"}
 
 

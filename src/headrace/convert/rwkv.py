@@ -136,12 +136,12 @@ FORMATS: dict[str, Format] = {
         "RWKV6ForCausalLM", rwkv6,
         {"num_heads": 4, "expand_k": 0.5, "expand_v": 1.0, "hidden_ratio": 3.5, "norm_eps": 1e-5, "norm_bias": True,
          "gate_low_rank_dim": 64},
-        {"hidden_act": ("sqrelu",), "norm_first": (True,), "proj_low_rank_dim": (RWKV6_RANK,)}, "fuse_norm",
+        {"hidden_act": ("sqrelu",), "norm_first": (True,), "proj_low_rank_dim": (RWKV6_RANK,)},
     ),
     "rwkv7": fla(
         "RWKV7ForCausalLM", rwkv7,
         {"num_heads": None, "head_dim": 64, "decay_low_rank_dim": 64, "gate_low_rank_dim": 128, "a_low_rank_dim": 64,
          "v_low_rank_dim": 16, "norm_eps": 1e-5, "norm_bias": True, "value_dim": None},
-        {"hidden_act": ("sqrelu",), "norm_first": (True,), "attn": (None,)}, "fuse_norm",
+        {"hidden_act": ("sqrelu",), "norm_first": (True,), "attn": (None,)},
     ),
 }  # fmt: skip

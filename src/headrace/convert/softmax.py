@@ -20,13 +20,13 @@ UNGATED |= {"relu2": "relu2", "gelu_fast": "gelu-tanh"}  # the latter has ten di
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 
-def attention(c: Fields, partial: bool = False, **options: Any) -> AttentionSpec:
-    """Returns the spec of attention by the fields that most formats share. partial: as in `rotation`; options: the
-    spec's other fields."""
+def attention(c: Fields, partial: bool = False, parameters: Config | None = None, **options: Any) -> AttentionSpec:
+    """Returns the spec of attention by the fields that most formats share. partial, parameters: as in `rotation`;
+    options: the spec's other fields."""
     H, D = c["num_attention_heads"], c["hidden_size"]
     groups, d = c.get("num_key_value_heads") or H, c.get("head_dim") or D // H
     heads: Config = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
-    positions = rotation(c, d, partial) if options.get("rotary", True) else Rope()
+    positions = rotation(c, d, partial, parameters) if options.get("rotary", True) else Rope()
     return AttentionSpec(**heads, rope=positions, **options)
 
 

@@ -9,7 +9,7 @@ from ..spec.attention import AttentionSpec
 from ..spec.stack import Experts
 from . import moe
 from .delta import latent_spec
-from .dense import LATE, hunyuan_spec, turned
+from .dense import LATE, hunyuan_spec
 from .fields import Fields
 from .form import Format, Mixer, Model, model_of
 from .pairs import in_pairs
@@ -138,8 +138,7 @@ def ernie4_5_moe(c: Fields) -> Model:
 def granitemoe(c: Fields) -> Model:
     """Its factors of activations become factors of weights."""
     width = c.of_class("shared_intermediate_size") or None
-    names = {"count": "num_local_experts", "chosen": "num_experts_per_tok", "width": "intermediate_size"}
-    mixture = moe.mixture_of(c, names, normalized=True, shared=width)
+    mixture = moe.mixture_of(c, moe.COUNTED | {"width": "intermediate_size"}, normalized=True, shared=width)
     style = gated_style(c, experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
     views = moe.stacked_experts("block_sparse_moe", mixture, c["hidden_size"])
     if width:
@@ -153,8 +152,7 @@ def minimax_m2(c: Fields) -> Model:
     c.only("router_jitter_noise", 0.0)
     c.only("output_router_logits", False)  # whose loss is of a softmax, and the experts' scores are sigmoids
     c.ignore("router_aux_loss_coef", "rotary_dim")  # by the last its class has set partial_rotary_factor
-    names = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
-    mixture = moe.mixture_of(c, names, balance=0.0, scores="sigmoid", biased=True, normalized=True)
+    mixture = moe.mixture_of(c, moe.COUNTED, balance=0.0, scores="sigmoid", biased=True, normalized=True)
     style = gated_style(c, experts=mixture)
     views = moe.routed("block_sparse_moe", mixture, style, "e_score_correction_bias", moe.MIXTRAL_EXPERT)
     return model_of(c, keyed([attention(c, partial=True, qk_norm="joint")]), style, experts=views)
@@ -164,8 +162,7 @@ def phimoe(c: Fields) -> Model:
     """Experts that SparseMixer chooses, in evaluation."""
     c.only("num_experts_per_tok", 2)
     c.ignore("input_jitter_noise")  # of training
-    names = {"count": "num_local_experts", "near": "router_jitter_noise", "chosen": "num_experts_per_tok"}
-    mixture = moe.mixture_of(c, names, NearExperts)
+    mixture = moe.mixture_of(c, moe.COUNTED | {"near": "router_jitter_noise"}, NearExperts)
     style = gated_style(c, norm="layer-bias", head_bias=c["lm_head_bias"], experts=mixture)
     spec = phimoe_turned(c, bias=c["attention_bias"], pattern=window_of(c, limited=True))
     return model_of(c, keyed([spec]), style, experts=moe.experts("block_sparse_moe", mixture.count, moe.MIXTRAL_EXPERT))
@@ -178,7 +175,7 @@ def phimoe_turned(c: Fields, **options: Any) -> AttentionSpec:
     by short_factor too."""
     given = dict(c["rope_parameters"])
     short, long = (given.pop(f"{name}_mscale", None) for name in ("short", "long"))
-    spec = turned(c, given, **options)
+    spec = attention(c, parameters=given, **options)
     if spec.rope.kind == "default":
         return spec
     if spec.rope.kind != "longrope" or short != long or not short:
@@ -213,8 +210,7 @@ def qwen3_moe(c: Fields) -> Model:
 
 def mixtral(c: Fields) -> Model:
     c.only("router_jitter_noise", 0.0)
-    fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
-    mixture = moe.mixture_of(c, fields, normalized=True)
+    mixture = moe.mixture_of(c, moe.COUNTED, normalized=True)
     views = moe.experts("block_sparse_moe", mixture.count, moe.MIXTRAL_EXPERT)
     return model_of(c, keyed([attention(c, pattern=window_of(c))]), gated_style(c, experts=mixture), experts=views)
 

@@ -138,8 +138,7 @@ def gpt_oss(c: Fields) -> Model:
     c.ignore("hidden_act")  # which its experts do not read
     if (packed := c.get("quantization_config")) is not None and packed.get("quant_method") != "mxfp4":
         c.refuse("quantization_config", "a quant_method of mxfp4")
-    fields = {"count": "num_local_experts", "chosen": "num_experts_per_tok"}
-    fields |= {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}
+    fields = moe.COUNTED | {"alpha": "swiglu_alpha", "limit": "swiglu_limit"}
     style = BlockStyle(experts=moe.mixture_of(c, fields, ClampedExperts, normalized=True))
     specs = windowed(c, attention(c, bias=c["attention_bias"], null="learned"))
     experts = plain({"mixer.sinks": "self_attn.sinks"}) | clamped_experts(c, c["num_local_experts"])
