@@ -34,6 +34,7 @@ ALL = {
     "norm_eps": 0.3, "tie_word_embeddings": True, "num_heads": 2, "hidden_act": "powlu", "fuse_norm": False,
     "attn": {"layers": [0], "num_heads": 2}, "attnres_block_size": 2, "conv_size": 3, "expand_v": 0.5,
     "output_gate_activation": "sigmoid", "attention_bias": True, "use_rope": True, "rms_norm_eps": 0.3,
+    "elementwise_affine": False,
 }  # fmt: skip
 # Fields that change no logits.
 IDLE = {
@@ -42,33 +43,31 @@ IDLE = {
     "fuse_linear_cross_entropy": True, "use_l2warp": True,
 }  # fmt: skip
 NORM_AND_GATE = {
-    "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False, "elementwise_affine": False,
-    "use_short_conv": True, "expand_k": 0.5,
+    "num_kv_heads": 2, "feature_map": "relu", "use_output_gate": False, "use_short_conv": True, "expand_k": 0.5,
 }  # fmt: skip
 DELTA = {"allow_neg_eigval": True, "use_short_conv": False}
 CHANGED = {
     "retnet": ALL | NORM_AND_GATE,
     "gla": ALL | NORM_AND_GATE | {"expand_k": 1.0, "clamp_min": -0.1, "use_gk": False, "use_gv": True},
     "delta_net": ALL | DELTA | {"expand_k": 0.5, "use_gate": True, "use_beta": False, "use_output_norm": False,
-                                "qk_norm": "sum", "qk_activation": "relu"},
+                                "qk_norm": "sum", "qk_activation": "relu", "num_kv_heads": 2},
     "gated_deltanet": ALL | DELTA | {"head_dim": 4, "num_v_heads": 8, "use_gate": False},
     "kda": ALL | DELTA | {"head_dim": 4, "num_v_heads": 8, "safe_gate": True, "lower_bound": -5.0},
-    "hgrn2": ALL | {"expand_ratio": 4, "use_short_conv": True, "use_lower_bound": True, "elementwise_affine": False},
+    "hgrn2": ALL | {"expand_ratio": 4, "use_short_conv": True, "use_lower_bound": True},
     "gsa": ALL | {"num_kv_heads": 2, "num_slots": None, "exapnd_k": 0.5, "expand_k": 2.0, "exapnd_v": 2.0,
                   "use_short_conv": True, "feature_map": "relu", "gate_logit_normalizer": 16, "use_norm": False,
-                  "gate_low_rank_dim": 4, "use_output_gate": True, "clamp_min": 0.1, "elementwise_affine": False},
+                  "gate_low_rank_dim": 4, "use_output_gate": True, "clamp_min": 0.1},
     "linear_attn": ALL | {"num_kv_heads": 2, "expand_k": 0.5, "feature_map": "relu", "tie_feature_map_qk": True,
-                          "norm_q": True, "norm_k": True, "norm_feature_map": True, "elementwise_affine": False},
+                          "norm_q": True, "norm_k": True, "norm_feature_map": True},
     "gated_deltaproduct": ALL | DELTA | {"head_dim": 4, "use_output_gate": False, "use_forget_gate": True,
                                          "num_householder": 3, "use_gate": False},
     "rwkv6": ALL | {"expand_k": 1.0, "gate_low_rank_dim": 8, "proj_low_rank_dim": 16, "norm_first": False,
-                    "norm_bias": False},
+                    "norm_bias": False, "num_kv_heads": 2},
     "rwkv7": ALL | {"head_dim": 4, "num_heads": 5, "decay_low_rank_dim": 8, "a_low_rank_dim": 8, "gate_low_rank_dim": 8,
                     "v_low_rank_dim": 8, "norm_first": False, "norm_bias": False, "value_dim": [32, 64]},
     "forgetting_transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "use_output_gate": True,
-                                     "window_size": 7, "elementwise_affine": False},
-    "transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "window_size": 7, "rope_theta": 50.0,
-                          "elementwise_affine": False},
+                                     "window_size": 7},
+    "transformer": ALL | {"num_kv_heads": 2, "qkv_bias": True, "qk_norm": True, "window_size": 7, "rope_theta": 50.0},
     "log_linear_mamba2": ALL | {
         "head_dim": 8, "state_size": 10, "expand": 3, "n_groups": 2, "use_bias": True, "use_conv_bias": False,
         "conv_kernel": 3, "rmsnorm": False, "norm_before_gate": True, "D_has_hdim": True, "dt_limit": [0.1, 0.5],

@@ -1,8 +1,8 @@
 """The formats of transformers' hybrids of delta rules and softmax attention."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import zoo
 from ..extra.specs.latent import LatentSpec
@@ -11,12 +11,12 @@ from ..spec.linear import MixerSpec
 from ..spec.stack import BlockStyle, Layer
 from . import moe
 from .fields import Fields
-from .flash import DELTA_RULE, GATE, STEP
+from .flash import DELTA_RULE, GATE, RATE, STEP
 from .form import Format, Mixer, Model, model_of
 from .parts import latent_attention, layer_types
 from .rotary import latent_scale, rotation
 from .softmax import attention, attention_views, keyed, window_of
-from .views import View, Views, below, mlp_views, modules, named, projections, stacked
+from .views import LLAMA, View, Views, below, mlp_views, modules, named, projections, stacked
 
 KINDS = ("linear_attention", "full_attention")
 DYNAMICS = {
@@ -173,7 +173,7 @@ def olmo_hybrid(c: Fields) -> Model:
 
 # --- Kimi Linear and Ling --------------------------------------------------------------------------------------------
 
-SEPARATE = DELTA_RULE | GATE | {"decay.dt_bias": "dt_bias"}
+SEPARATE = DELTA_RULE | GATE | RATE
 KIMI_LOW_RANK = {
     "in_proj.decay": "f_a_proj.weight", "decay.up.weight": "f_b_proj.weight", "in_proj.gate": "g_a_proj.weight",
     "gate.up.weight": "g_b_proj.weight",
@@ -184,11 +184,12 @@ LING = {"in_proj.decay": "f_proj.weight", "o_proj.weight": "dense.weight"}
 def kimi_linear(c: Fields) -> Model:
     """Kimi Delta Attention, and latent attention without positions."""
     linear = kimi_delta(c, {"read.gate": "sigmoid-low-rank", "read.gate_bias": False})
+    own = named("mixer", "self_attn", SEPARATE | KIMI_LOW_RANK)
+    own["mixer.decay.A_log"] = View("self_attn.A_log", shape=(1, 1, c["linear_num_heads"], 1))
     latent = latent_spec(c, rotary=False)
+    mixers = (linear, own), (latent, latent_attention("self_attn", latent, "o_proj", False))
     c.ignore("linear_attn_config", "head_dim", "first_k_dense_replace")  # by which its class has set others
-    mlp = ("block_sparse_moe", "embed_tokens", "e_score_correction_bias")
-    names = Kimi("self_attn", "o_proj", *mlp, moe.MIXTRAL_EXPERT, (1, 1, linear.heads.count, 1))
-    return kimi(c, linear, latent, SEPARATE | KIMI_LOW_RANK, names)
+    return kimi(c, mixers, "block_sparse_moe", "gate.e_score_correction_bias", moe.MIXTRAL_EXPERT)
 
 
 def bailing_hybrid(c: Fields) -> Model:
@@ -197,23 +198,10 @@ def bailing_hybrid(c: Fields) -> Model:
     c.ignore("kda_lower_bound", "layer_group_size", "first_k_dense_replace", "mtp_loss_scaling_factor", "head_dim")
     c.ignore("short_conv_kernel_size", "rope_theta")
     linear = kimi_delta(c, {"decay.rank": "full", "read.gate": "sigmoid"} | bounded)
-    rope = rotation(c, c["qk_rope_head_dim"])
-    scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
-    latent = latent_spec(c, rope=rope, gate="head", scale=scale)
-    names = Kimi("attention", "dense", "mlp", "word_embeddings", "expert_bias", moe.GATED_EXPERT)
-    return moe.predicting(c, kimi(c, linear, latent, SEPARATE | LING, names))
-
-
-class Kimi(NamedTuple):
-    """The names of a model's parts."""
-
-    mixer: str
-    output: str  # the output projection of latent attention
-    mlp: str
-    embedding: str
-    choice_bias: str
-    expert: dict[str, str]
-    decay: Any = None  # shape of A_log
+    latent = latent_spec(c, gate="head")
+    own = named("mixer", "attention", SEPARATE | LING), latent_attention("attention", latent, "dense", True)
+    mixers, names = [*zip((linear, latent), own, strict=True)], ("model", "word_embeddings", "norm", "layers")
+    return moe.predicting(c, kimi(c, mixers, "mlp", "gate.expert_bias", moe.GATED_EXPERT, names))
 
 
 def kimi_delta(c: Fields, changes: dict[str, Any]) -> MixerSpec:
@@ -230,28 +218,28 @@ def latent_spec(c: Fields, **options: Any) -> LatentSpec:
     c.ignore("pretraining_tp")
     if c["qk_rope_head_dim"] < 2 or c["qk_rope_head_dim"] % 2:
         c.refuse("qk_rope_head_dim", "an even number of at least 2")
+    if options.get("rotary", True):
+        rope = rotation(c, c["qk_rope_head_dim"])
+        scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
+        options |= {"rope": rope, "scale": scale}
     return LatentSpec(
         c["kv_lora_rank"], c["q_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"],
         count=c["num_attention_heads"], norm_eps=1e-6, **options,
     )  # fmt: skip
 
 
-def kimi(c: Fields, linear: MixerSpec, latent: LatentSpec, pairs: dict[str, str], names: Kimi) -> Model:
-    """pairs: {our name: their name} of the tensors of a linear layer."""
+def kimi(
+    c: Fields, mixers: Sequence[Mixer], theirs: str, choice_bias: str, expert: dict[str, str],
+    names: tuple[str, ...] = LLAMA,
+) -> Model:  # fmt: skip
+    """mixers: the linear one, and latent attention; theirs, choice_bias, expert: as in `moe.routed`."""
     c.only("hidden_act", "silu", "swish")
     c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
     mixture, which = moe.deepseek_experts(c), moe.routed_layers(c)
     style = BlockStyle(experts=mixture if which else None)
-    decay = {"mixer.decay.A_log": View(f"{names.mixer}.A_log", shape=names.decay)}
-    mixers: dict[str, Mixer] = {
-        "linear_attention": (linear, named("mixer", names.mixer, pairs) | decay),
-        "full_attention": (latent, latent_attention(names.mixer, latent, names.output, pairs=latent.rotary)),
-    }
-    views = moe.routed(names.mlp, mixture, style, f"gate.{names.choice_bias}", names.expert)
-    return model_of(
-        c, [mixers[kind] for kind in layer_types(c, KINDS)], style, dense=mlp_views(names.mlp, style), experts=views,
-        which=which, names=("model", names.embedding, "norm", "layers"),
-    )  # fmt: skip
+    layers = [mixers[KINDS.index(kind)] for kind in layer_types(c, KINDS)]
+    dense, views = mlp_views(theirs, style), moe.routed(theirs, mixture, style, choice_bias, expert)
+    return model_of(c, layers, style, dense=dense, experts=views, which=which, names=names)
 
 
 FORMATS: dict[str, Format] = {

@@ -7,14 +7,13 @@ from typing import Any
 
 from ..extra.growing import GrowingSpec
 from ..extra.late_norm import LateNormSpec
-from ..spec.stack import BlockStyle
 from . import softmax
 from .fields import Config, Fields
 from .form import Format, Model, model_of
 from .parallel import squared, up_down
 from .parts import in_order, is_positive, multiplier
 from .rotary import ORIGINAL
-from .softmax import UNGATED, activation, attention, attention_views, gated, keyed, window_of, windowed
+from .softmax import UNGATED, attention, attention_views, gated, keyed, style_of, window_of, windowed
 from .variants import SANDWICH_NORMS, bounded, gemma3, multiplied, sandwich
 from .views import NORMS, Block, View, mlp_views, named
 
@@ -37,7 +36,7 @@ def seed_oss(c: Fields) -> Model:
 
 
 def arcee(c: Fields) -> Model:
-    style = BlockStyle(mlp=activation(c, "hidden_act", UNGATED), bias=c["mlp_bias"])
+    style = style_of(c, kinds=UNGATED, bias=c["mlp_bias"])
     return model_of(c, keyed([attention(c, bias=c["attention_bias"])]), style)
 
 
@@ -107,8 +106,8 @@ def nanochat(c: Fields) -> Model:
     spec, H = attention(c, bias=c["attention_bias"]), c["num_attention_heads"]
     if spec.rope.scale != 1:
         c.refuse("rope_parameters", "frequencies without a factor of the rotated channels")
-    kind, cap = activation(c, "hidden_act", UNGATED), c["final_logit_softcapping"]
-    style = BlockStyle("rms-plain", mlp=kind, embedding_norm=True, logits_cap=cap)
+    bounded = {"logits_cap": c["final_logit_softcapping"]}
+    style = style_of(c, kinds=UNGATED, norm="rms-plain", embedding_norm=True, **bounded)
     d, _ = spec.head_dims(c["hidden_size"], H)
     own = in_order(attention_views(spec, "self_attn"), d, (H, spec.kv_heads or H), (*range(d // 2, d), *range(d // 2)))
     mixer = LateNormSpec(**vars(spec), weights=False), own
@@ -116,8 +115,8 @@ def nanochat(c: Fields) -> Model:
 
 
 def apertus(c: Fields) -> Model:
-    spec, kind = attention(c, bias=c["attention_bias"], qk_norm="head"), activation(c, "hidden_act", APERTUS_MLPS)
-    style, numbers = BlockStyle(mlp=kind), ("alpha_p", "alpha_n", "beta", "eps") if kind == "xielu" else ()
+    spec, style = attention(c, bias=c["attention_bias"], qk_norm="head"), style_of(c, kinds=APERTUS_MLPS)
+    numbers = ("alpha_p", "alpha_n", "beta", "eps") if style.mlp == "xielu" else ()
     mlp = mlp_views("mlp", style) | named("mlp.activation", "mlp.act_fn", {name: name for name in numbers})
     return model_of(c, keyed([spec]), style, APERTUS, mlp)
 
@@ -139,8 +138,8 @@ def opt(c: Fields) -> Model:
     c.only("_remove_final_layer_norm", False)
     c.only("word_embed_proj_dim", c["hidden_size"])
     bias, n, weights = c["enable_bias"], c["max_position_embeddings"], c["layer_norm_elementwise_affine"]
-    spec, kind = attention(c, rotary=False, bias=bias), activation(c, "activation_function", UNGATED)
-    style = BlockStyle("layer-bias" if weights else "layer-plain", mlp=kind, bias=bias, positions="learned")
+    spec, norm = attention(c, rotary=False, bias=bias), "layer-bias" if weights else "layer-plain"
+    style = style_of(c, "activation_function", UNGATED, norm=norm, bias=bias, positions="learned")
     mixer, mlp = (spec, attention_views(spec, "self_attn", o_proj="out_proj")), up_down("fc1", "fc2", bias)
     norms = {"mixer_norm": "self_attn_layer_norm", "mlp_norm": "final_layer_norm"}
     places = ("model.decoder", "embed_tokens", "final_layer_norm", "layers")

@@ -81,6 +81,11 @@ class TensorFiles(Tensors):
                     if name in names and self.headers[name].file == file:
                         yield name, opened.get_tensor(name)
 
+    def stored(self, name: str, header: Header) -> Tensor:
+        """Returns a tensor as it is stored. header: where it is."""
+        with safe_open(self.folder / header.file, "pt") as opened:
+            return opened.get_tensor(name)
+
 
 def tensor_names(folder: Path) -> list[str]:
     """The names of all tensors in the safetensors of a folder, of which only the headers are read."""

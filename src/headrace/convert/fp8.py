@@ -9,7 +9,6 @@ from math import ceil
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..files.checks import read_json
@@ -51,11 +50,9 @@ class ScaledBlocks(TensorFiles):
 
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in super().tensors(names):
-            if name not in self.scales:
-                yield name, tensor
-                continue
-            with safe_open(self.folder / self.scales[name].file, "pt") as opened:
-                yield name, scaled(tensor, opened.get_tensor(name + SCALES), self.block or (1, 1))
+            if name in self.scales:
+                tensor = scaled(tensor, self.stored(name + SCALES, self.scales[name]), self.block or (1, 1))
+            yield name, tensor
 
 
 def scaled(matrix: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -129,6 +129,11 @@ class GGUFFile(Tensors):
         }
         self.described = self._describe(str(kind), factors)
 
+    @property
+    def kind(self) -> str:
+        """The model_type in transformers."""
+        return self._architecture.model_type
+
     def token(self, kind: str) -> int | None:
         """Returns the id of a special token, by the name of its key."""
         return self.metadata.get(f"tokenizer.ggml.{kind}_token_id")

@@ -9,7 +9,7 @@ from .fields import Fields
 from .form import Format, Model, model_of, shared
 from .mamba import SILU, Mamba2, divisor, mamba_layer
 from .parts import as_granite, layer_types, multiplier, scaled
-from .softmax import UNGATED, activation, attention, attention_views, gated_style
+from .softmax import UNGATED, activation, attention, attention_views, style_of
 from .views import (
     BACKBONE,
     FINAL_NORM,
@@ -214,7 +214,7 @@ def zamba2_style(c: Fields, hybrid: bool) -> BlockStyle:
         "shared": spec, "shared_count": c["num_mem_blocks"], "shared_mlp_rank": c["adapter_rank"],
         "shared_attention_rank": c["adapter_rank"] if c["use_shared_attention_adapter"] else None,
     }  # fmt: skip
-    return gated_style(c, bias=c["add_bias_linear"], **(blocks if hybrid else {}))
+    return style_of(c, bias=c["add_bias_linear"], **(blocks if hybrid else {}))
 
 
 def zamba2_shared(style: BlockStyle, width: int, layers: list[int]) -> Views:

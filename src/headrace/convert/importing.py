@@ -83,7 +83,7 @@ def import_gguf(
     file, path = _opened(path), Path(path)
     tokenizer = _tokenizer(file, path)  # before the weights are read
     with _naming(path):
-        model, _ = _converted(FORMATS[file.described["model_type"]], file.described, file, dtype)
+        model, _ = _converted(FORMATS[file.kind], file.described, file, dtype)
     model.generation_config = file.generation()
     return model.eval(), tokenizer
 
@@ -122,21 +122,16 @@ def _generation(checkpoint: Path, model: Any, described: Config) -> GenerationCo
 def import_config(checkpoint: Path) -> HeadraceConfig:
     """Returns the config of the converted model, of whose weights the headers are read, for its dtype. InputError as
     `import_checkpoint` and `import_gguf`."""
-    files: Any = None
-    if checkpoint.suffix == GGUF:
-        files = _opened(checkpoint)
-        form, described = FORMATS[files.described["model_type"]], files.described
-    else:
-        form, described = _read_format(checkpoint)
+    files: Any = _opened(checkpoint) if checkpoint.suffix == GGUF else None
+    form, described = _read_format(checkpoint) if files is None else (FORMATS[files.kind], files.described)
     with _naming(checkpoint):
         if files is None:
             described = form.of_text(described)
             files = form.files(checkpoint) if any(checkpoint.glob("*.safetensors")) else None
         check_sizes(described, LARGEST)
-        foreign, _ = form.model(described)
-        dtype = None if files is None else _precision(form, files, foreign.views)
-        if dtype is not None:  # on which a constant may depend
-            foreign, _ = form.model(described | {"dtype": str(dtype).removeprefix("torch.")})
+        if files is None:
+            return HeadraceConfig(**form.model(described)[0].arguments, dtype=None, converted_from=described)
+        foreign, _, dtype = _foreign(form, described, files)
         return HeadraceConfig(**foreign.arguments, dtype=dtype, converted_from=described)
 
 
@@ -175,22 +170,10 @@ def check_alone(checkpoint: Path) -> None:
 
 
 def _converted(form: Format, described: Config, files: Tensors, dtype: torch.dtype | None) -> tuple[Any, Fields]:
+    """Returns the model, and the fields. InputError for a config that does not fit the tensors, before memory is
+    taken."""
     check_sizes(described, max(header.elements for header in files.headers.values()))
-    model, views, fields = _empty_model(form, described, files, dtype)
-    _fill(model, views, files)
-    return model, fields
-
-
-def _empty_model(
-    form: Format, described: Config, files: Tensors, dtype: torch.dtype | None
-) -> tuple[Any, Views, Fields]:
-    """Returns the model with parameters that hold nothing yet, its views, and the fields. InputError for a config that
-    does not fit the tensors, before memory is taken."""
-    foreign, fields = form.model(described)
-    views = {slot: _present(view, form, files) for slot, view in foreign.views.items()}
-    dtype = dtype or _precision(form, files, views)
-    again, _ = form.model(described | {"dtype": str(dtype).removeprefix("torch.")})  # on which a constant may depend
-    foreign = again._replace(views=views)
+    foreign, fields, dtype = _foreign(form, described, files, dtype)
     check_depth(foreign.arguments["num_hidden_layers"], [*files.headers])
     config = HeadraceConfig(**foreign.arguments, converted_from=described)
     with torch.device("meta"):
@@ -201,7 +184,19 @@ def _empty_model(
         if module._buffers and not isinstance(module, MixtureOfExperts):  # which no view fills
             module.reset_parameters()
     model.tie_weights()
-    return model, foreign.views, fields
+    _fill(model, foreign.views, files)
+    return model, fields
+
+
+def _foreign(
+    form: Format, described: Config, files: Tensors, dtype: torch.dtype | None = None
+) -> tuple[Model, Fields, torch.dtype]:
+    """Returns the foreign model with the names that its checkpoint has, its fields, and the dtype."""
+    foreign, fields = form.model(described)
+    views = {slot: _present(view, form, files) for slot, view in foreign.views.items()}
+    dtype = dtype or _precision(files, views)
+    again, _ = form.model(described | {"dtype": str(dtype).removeprefix("torch.")})  # on which a constant may depend
+    return again._replace(views=views), fields, dtype
 
 
 def cast(model: Any, dtype: torch.dtype) -> Any:
@@ -227,10 +222,10 @@ def _fill(model: Any, views: Views, files: Tensors) -> None:
             ours[slot].copy_(value * view.factor + view.offset)
 
 
-def _precision(form: Format, files: Tensors, views: Views) -> torch.dtype:
+def _precision(files: Tensors, views: Views) -> torch.dtype:
     """The lowest precision that represents every tensor of the model without rounding, but those of routers, which keep
     float32; and float32 at least for products with a factor that has more than one bit, and for sums."""
-    names = {_present(view, form, files).name for slot, view in views.items() if not slot.endswith(ROUTERS)}
+    names = {view.name for slot, view in views.items() if not slot.endswith(ROUTERS)}
     dtypes: Any = {name: files.headers[name].dtype for name in names & files.headers.keys()}
     for name, dtype in dtypes.items():
         known = f"expected one of {', '.join(PRECISIONS)}"

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..ops.checks import require
@@ -38,10 +37,8 @@ class PackedExperts(TensorFiles):
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         yield from super().tensors([name for name in names if name not in self.packed])
         for name in self.packed.keys() & {*names}:
-            parts = []
-            for kind, header in zip((BLOCKS, SCALES), self.packed[name], strict=True):
-                with safe_open(self.folder / header.file, "pt") as opened:
-                    parts.append(opened.get_tensor(name + kind))
+            kinds = zip((BLOCKS, SCALES), self.packed[name], strict=True)
+            parts = [self.stored(name + kind, header) for kind, header in kinds]
             largest = int(parts[1].max())
             known = f"expected at most 2^{LARGEST - BIAS}"
             require(largest <= LARGEST, f"tensor {name + SCALES!r} has a scale of 2^{largest - BIAS}; {known}")

@@ -6,7 +6,7 @@ from ..spec.attention import AttentionSpec
 from .fields import Fields
 from .form import Format, Mixer, Model, model_of
 from .parts import in_order, multiplier, scaled
-from .softmax import attention, attention_views, gated_style, windowed
+from .softmax import attention, attention_views, style_of, windowed
 from .views import FINAL_NORM, NORMS, Views, gate_up_views
 
 GLM4_NORMS = NORMS | {"mixer_after": "post_self_attn_layernorm", "mlp_after": "post_mlp_layernorm"}
@@ -35,7 +35,7 @@ def cohere2(c: Fields) -> Model:
 
 def of_cohere(c: Fields, specs: list[AttentionSpec]) -> Model:
     """Its factor of the logits becomes one of the final norm."""
-    style = gated_style(c, norm="layer", order="parallel-joint")
+    style = style_of(c, norm="layer", order="parallel-joint")
     model = model_of(c, in_pairs(c, specs), style)
     return model._replace(views=scaled(model.views, {FINAL_NORM: multiplier(c, "logit_scale")}))
 
@@ -51,16 +51,16 @@ def glm4(c: Fields) -> Model:
 def of_glm(c: Fields, order: Any = "pre", norms: dict[str, str] | None = None) -> Model:
     spec = attention(c, partial=True, bias="qkv" if c["attention_bias"] else False)
     mlp = gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
-    return model_of(c, in_pairs(c, [spec]), gated_style(c, order=order), norms, mlp)
+    return model_of(c, in_pairs(c, [spec]), style_of(c, order=order), norms, mlp)
 
 
 def ernie4_5(c: Fields) -> Model:
-    return model_of(c, in_pairs(c, [attention(c, bias=c["use_bias"])]), gated_style(c, bias=c["use_bias"]))
+    return model_of(c, in_pairs(c, [attention(c, bias=c["use_bias"])]), style_of(c, bias=c["use_bias"]))
 
 
 def helium(c: Fields) -> Model:
     spec = attention(c, bias="qkv" if c["attention_bias"] else False)
-    return model_of(c, in_pairs(c, [spec]), gated_style(c, bias=c["mlp_bias"]))
+    return model_of(c, in_pairs(c, [spec]), style_of(c, bias=c["mlp_bias"]))
 
 
 def in_pairs(c: Fields, specs: list[AttentionSpec]) -> list[Mixer]:

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from ..spec.attention import AttentionSpec, Pattern, Rope
-from ..spec.stack import BlockStyle
 from .fields import Fields
 from .form import Format, Model, model_of
 from .pairs import neighbours
 from .parts import layer_types
-from .softmax import UNGATED, activation, attention, attention_views, gated_style, keyed, window_of
+from .softmax import UNGATED, attention, attention_views, keyed, style_of, window_of
 from .views import LLAMA, View, Views, modules, projections
 
 GPT = ("transformer", "wte", "ln_f", "h")  # as LLAMA
+JOINT: Any = {"norm": "layer", "order": "parallel-joint", "bias": True, "head_bias": True}
 DENSE = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
 
 
@@ -23,8 +23,7 @@ def gpt_neox(c: Fields) -> Model:
     c.ignore("hidden_dropout", "classifier_dropout", "is_decoder")
     spec = attention(c, partial=True, bias=c["attention_bias"])
     order: Any = "parallel" if c["use_parallel_residual"] else "pre"
-    kind = activation(c, "hidden_act", UNGATED)
-    style = BlockStyle("layer", order, mlp=kind, bias=True)
+    style = style_of(c, kinds=UNGATED, norm="layer", order=order, bias=True)
     sizes = c["hidden_size"], c["num_attention_heads"]
     mixer = spec, fused(spec, sizes, "attention.query_key_value", "attention.dense")
     names = ("gpt_neox", "embed_in", "final_layer_norm", "layers")
@@ -49,7 +48,7 @@ def falcon(c: Fields) -> Model:
         order, norms_of = "parallel", {"mixer_norm": "ln_attn", "mlp_norm": "ln_mlp"}
     elif c["parallel_attn"]:
         order = "parallel-joint"
-    style = BlockStyle("layer-bias", order, mlp=activation(c, "activation", UNGATED), bias=c["bias"])
+    style = style_of(c, "activation", UNGATED, norm="layer-bias", order=order, bias=c["bias"])
     mixer = spec, fused(spec, (c["hidden_size"], H), "self_attention.query_key_value", "self_attention.dense")
     places = ("transformer", "word_embeddings", "ln_f", "h")
     sizes = {"intermediate_size": c["ffn_hidden_size"]}
@@ -69,8 +68,7 @@ def phi(c: Fields) -> Model:
     c.only("qk_layernorm", False)
     c.ignore("resid_pdrop", "embd_pdrop")
     spec = attention(c, partial=True, bias=True)
-    kind = activation(c, "hidden_act", UNGATED)
-    style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
+    style = style_of(c, kinds=UNGATED, **JOINT)
     mixer, names = (spec, attention_views(spec, "self_attn", o_proj="dense")), (*LLAMA[:2], "final_layernorm", "layers")
     return model_of(c, [mixer], style, dense=up_down("mlp.fc1", "mlp.fc2"), names=names)
 
@@ -81,8 +79,7 @@ def gptj(c: Fields) -> Model:
     if not dims or dims > D // H:
         c.refuse("rotary_dim", f"at most n_embd / n_head = {D // H}")
     spec = AttentionSpec(rope=Rope(dims=None if dims == D // H else dims))
-    kind = activation(c, "activation_function", UNGATED)
-    style = BlockStyle("layer", "parallel-joint", mlp=kind, bias=True, head_bias=True)
+    style = style_of(c, "activation_function", UNGATED, **JOINT)
     views, mlp = attention_views(spec, "attn", o_proj="out_proj"), up_down("mlp.fc_in", "mlp.fc_out")
     mixer, sizes = (spec, neighbours(views, spec, D, H)), {"rope_theta": 10000.0} | gpt_sizes(c)
     return model_of(c, [mixer], style, {"mixer_norm": "ln_1"}, mlp, names=GPT, **sizes)
@@ -141,7 +138,7 @@ def gpt_neo(c: Fields) -> Model:
 
 def of_gpt(c: Fields, specs: Sequence[AttentionSpec], own: Views, sizes: dict[str, Any]) -> Model:
     """Returns a model with GPT-2's names of modules. own: the views of attention."""
-    style = BlockStyle("layer", mlp=activation(c, "activation_function", UNGATED), bias=True, positions="learned")
+    style = style_of(c, "activation_function", UNGATED, norm="layer", bias=True, positions="learned")
     norms, mlp = {"mixer_norm": "ln_1", "mlp_norm": "ln_2"}, up_down("mlp.c_fc", "mlp.c_proj")
     return model_of(c, [(spec, own) for spec in specs], style, norms, mlp, names=GPT, **sizes)
 
@@ -155,14 +152,14 @@ def stablelm(c: Fields) -> Model:
     c.only("qk_layernorm", False)
     c.ignore("hidden_dropout")
     joint, spec = c["use_parallel_residual"], attention(c, partial=True, bias="qkv" if c["use_qkv_bias"] else False)
-    style = gated_style(c, norm="layer-bias", order="parallel-joint" if joint else "pre")
+    style = style_of(c, norm="layer-bias", order="parallel-joint" if joint else "pre")
     return model_of(c, keyed([spec]), style)
 
 
 def starcoder2(c: Fields) -> Model:
     c.ignore("residual_dropout", "embedding_dropout")
     spec, bias = attention(c, bias=c["use_bias"], pattern=window_of(c)), c["use_bias"]
-    style = BlockStyle("layer-bias", mlp=activation(c, "hidden_act", UNGATED), bias=bias)
+    style = style_of(c, kinds=UNGATED, norm="layer-bias", bias=bias)
     return model_of(c, keyed([spec]), style, dense=up_down("mlp.c_fc", "mlp.c_proj", bias))
 
 
@@ -170,7 +167,7 @@ def olmo(c: Fields) -> Model:
     """The epsilon of its norms is 1e-5 in any model."""
     c.only("clip_qkv", None)
     spec = attention(c, bias=c["attention_bias"])
-    return model_of(c, keyed([spec]), gated_style(c, norm="layer-plain"), norm_eps=1e-5)
+    return model_of(c, keyed([spec]), style_of(c, norm="layer-plain"), norm_eps=1e-5)
 
 
 def nemotron(c: Fields) -> Model:
@@ -183,8 +180,7 @@ def nemotron(c: Fields) -> Model:
 def squared(c: Fields, partial: bool = False) -> Model:
     """Returns a model of MLPs with ReLU². partial: as in `rotation`."""
     spec = attention(c, partial, bias=c["attention_bias"])
-    kind = activation(c, "hidden_act", UNGATED)
-    return model_of(c, keyed([spec]), BlockStyle("layer-bias", mlp=kind, bias=c["mlp_bias"]))
+    return model_of(c, keyed([spec]), style_of(c, kinds=UNGATED, norm="layer-bias", bias=c["mlp_bias"]))
 
 
 FORMATS: dict[str, Format] = {

@@ -49,9 +49,9 @@ def activation(c: Fields, name: str, kinds: dict[str, str]) -> Any:
     return kinds[c[name]]
 
 
-def gated_style(c: Fields, name: str = "hidden_act", **options: Any) -> BlockStyle:
-    """Returns a style with gated MLPs. name: the field of the activation; options: the style's other fields."""
-    return BlockStyle(mlp=activation(c, name, GATED), **options)
+def style_of(c: Fields, name: str = "hidden_act", kinds: dict[str, str] = GATED, **options: Any) -> BlockStyle:
+    """Returns a style. name, kinds: the field and the kinds of its activation; options: the style's other fields."""
+    return BlockStyle(mlp=activation(c, name, kinds), **options)
 
 
 def windows(c: Fields) -> list[Pattern | None]:
@@ -89,7 +89,7 @@ def keyed(specs: Sequence[AttentionSpec]) -> list[Mixer]:
 
 def gated(c: Fields, specs: Sequence[AttentionSpec], order: Any = "pre", norms: dict[str, str] | None = None) -> Model:
     """Returns a model with gated MLPs. specs: the pattern of its mixers; norms: as in `model_of`."""
-    return model_of(c, keyed(specs), gated_style(c, order=order, bias=bool(c.of_class("mlp_bias"))), norms)
+    return model_of(c, keyed(specs), style_of(c, order=order, bias=bool(c.of_class("mlp_bias"))), norms)
 
 
 def llama(c: Fields) -> Model:

@@ -14,8 +14,7 @@ from .fields import Fields
 from .form import Format, Mixer, Model, model_of
 from .pairs import in_pairs
 from .parts import as_granite, latent_attention, layer_types, multiplier
-from .rotary import latent_scale, rotation
-from .softmax import attention, gated_style, keyed, window_of, windowed
+from .softmax import attention, keyed, style_of, window_of, windowed
 from .views import gate_up_views, mlp_views
 
 # --- DeepSeek --------------------------------------------------------------------------------------------------------
@@ -55,9 +54,7 @@ def latent(c: Fields, pairs: bool) -> Mixer:
     c.ignore("head_dim", "qk_head_dim")  # which their class sets
     if c["rope_parameters"].get("partial_rotary_factor", 1) != 1:  # which some of the families ignore
         c.refuse("rope_parameters", "all channels of qk_rope_head_dim to rotate")
-    rope = rotation(c, c["qk_rope_head_dim"])
-    scale = latent_scale(c, rope, c["qk_nope_head_dim"] + c["qk_rope_head_dim"])
-    spec = latent_spec(c, rope=rope, scale=scale)
+    spec = latent_spec(c)
     return spec, latent_attention("self_attn", spec, "o_proj", pairs)
 
 
@@ -99,7 +96,7 @@ def qwen2_moe(c: Fields) -> Model:
     layer_types(c, ["full_attention", *["sliding_attention"] * c["use_sliding_window"]])
     spec = attention(c, bias="qkv" if c["qkv_bias"] else False)
     specs = windowed(c, spec) if c["use_sliding_window"] else [spec]
-    style = gated_style(c, experts=mixture)
+    style = style_of(c, experts=mixture)
     return model_of(
         c, keyed(specs), style, experts=moe.qwen_experts(mixture.count, style) if mixture else {}, which=which
     )
@@ -114,7 +111,7 @@ def olmoe(c: Fields, order: Any = "pre") -> Model:
     names = {"count": "num_experts", "chosen": "num_experts_per_tok", "normalized": "norm_topk_prob"}
     mixture = moe.mixture_of(c, names)
     spec = attention(c, bias=c["attention_bias"], qk_norm="joint")
-    style = gated_style(c, order=order, experts=mixture)
+    style = style_of(c, order=order, experts=mixture)
     return model_of(c, keyed([spec]), style, experts=moe.experts("mlp", mixture.count))
 
 
@@ -129,7 +126,7 @@ def ernie4_5_moe(c: Fields) -> Model:
     shared = c.count("moe_num_shared_experts") * c["moe_intermediate_size"]
     names = {"count": "moe_num_experts", "chosen": "moe_k", "width": "moe_intermediate_size"}
     mixture = moe.mixture_of(c, names, balance=0.0, biased=True, normalized=True, shared=shared or None)
-    style = gated_style(c, bias=bias, head_bias=bias, experts=mixture)
+    style = style_of(c, bias=bias, head_bias=bias, experts=mixture)
     views = moe.routed("mlp", mixture, style, "moe_statics.e_score_correction_bias")
     views["mlp.choice_bias"] = views["mlp.choice_bias"]._replace(shape=(1, mixture.count))
     return model_of(c, in_pairs(c, [attention(c, bias=bias)]), style, experts=views, which=which)
@@ -139,7 +136,7 @@ def granitemoe(c: Fields) -> Model:
     """Its factors of activations become factors of weights."""
     width = c.of_class("shared_intermediate_size") or None
     mixture = moe.mixture_of(c, moe.COUNTED | {"width": "intermediate_size"}, normalized=True, shared=width)
-    style = gated_style(c, experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
+    style = style_of(c, experts=mixture, embedding_scale=multiplier(c, "embedding_multiplier"))
     views = moe.stacked_experts("block_sparse_moe", mixture, c["hidden_size"])
     if width:
         views |= gate_up_views("shared_mlp.input_linear", "shared_mlp.output_linear", width, ours="mlp.shared")
@@ -153,7 +150,7 @@ def minimax_m2(c: Fields) -> Model:
     c.only("output_router_logits", False)  # whose loss is of a softmax, and the experts' scores are sigmoids
     c.ignore("router_aux_loss_coef", "rotary_dim")  # by the last its class has set partial_rotary_factor
     mixture = moe.mixture_of(c, moe.COUNTED, balance=0.0, scores="sigmoid", biased=True, normalized=True)
-    style = gated_style(c, experts=mixture)
+    style = style_of(c, experts=mixture)
     views = moe.routed("block_sparse_moe", mixture, style, "e_score_correction_bias", moe.MIXTRAL_EXPERT)
     return model_of(c, keyed([attention(c, partial=True, qk_norm="joint")]), style, experts=views)
 
@@ -163,7 +160,7 @@ def phimoe(c: Fields) -> Model:
     c.only("num_experts_per_tok", 2)
     c.ignore("input_jitter_noise")  # of training
     mixture = moe.mixture_of(c, moe.COUNTED | {"near": "router_jitter_noise"}, NearExperts)
-    style = gated_style(c, norm="layer-bias", head_bias=c["lm_head_bias"], experts=mixture)
+    style = style_of(c, norm="layer-bias", head_bias=c["lm_head_bias"], experts=mixture)
     spec = phimoe_turned(c, bias=c["attention_bias"], pattern=window_of(c, limited=True))
     return model_of(c, keyed([spec]), style, experts=moe.experts("block_sparse_moe", mixture.count, moe.MIXTRAL_EXPERT))
 
@@ -192,7 +189,7 @@ def hunyuan_v1_moe(c: Fields) -> Model:
     width = c["intermediate_size"]
     c.meant |= {"experts.chosen=": "moe_topk"}
     mixture = moe.mixture_of(c, {"count": "num_experts"}, balance=0.0, chosen=chosen[0], normalized=True, shared=width)
-    style = gated_style(c, experts=mixture)
+    style = style_of(c, experts=mixture)
     views = moe.experts("mlp", mixture.count, router="gate.wg") | mlp_views("mlp.shared_mlp", style, "mlp.shared")
     return model_of(c, keyed([hunyuan_spec(c)]), style, LATE, experts=views)
 
@@ -204,7 +201,7 @@ def qwen3_moe(c: Fields) -> Model:
     which, mixture = moe.qwen_mixture(c, fields)
     spec = attention(c, bias=c["attention_bias"], qk_norm="head", pattern=window_of(c))
     width = c["intermediate_size"]  # also of a model whose layers all have experts
-    style, views = gated_style(c, experts=mixture), moe.experts("mlp", c[count])
+    style, views = style_of(c, experts=mixture), moe.experts("mlp", c[count])
     return model_of(c, keyed([spec]), style, experts=views, which=which, intermediate_size=width)
 
 
@@ -212,7 +209,7 @@ def mixtral(c: Fields) -> Model:
     c.only("router_jitter_noise", 0.0)
     mixture = moe.mixture_of(c, moe.COUNTED, normalized=True)
     views = moe.experts("block_sparse_moe", mixture.count, moe.MIXTRAL_EXPERT)
-    return model_of(c, keyed([attention(c, pattern=window_of(c))]), gated_style(c, experts=mixture), experts=views)
+    return model_of(c, keyed([attention(c, pattern=window_of(c))]), style_of(c, experts=mixture), experts=views)
 
 
 # --- parts -----------------------------------------------------------------------------------------------------------
@@ -225,7 +222,7 @@ def sparse(
     """Returns a model with Llama's names of modules and the experts of DeepSeek, but in dense layers. bias: of the
     MLPs; choice_bias: as in `routed`."""
     c.ignore("output_router_logits")  # DeepSeek-V3 has no load-balancing loss
-    style = gated_style(c, bias=bias, experts=mixture)
+    style = style_of(c, bias=bias, experts=mixture)
     views = moe.routed("mlp", mixture, style, choice_bias) if mixture else {}
     return model_of(c, mixers, style, experts=views, which=moe.routed_layers(c) if mixture else ())
 

@@ -15,7 +15,7 @@ from .form import PRECISIONS, Format, Model, model_of
 from .mxfp4 import PackedExperts
 from .parts import as_granite, multiplier
 from .rotary import own_rotation
-from .softmax import attention, gated, gated_style, keyed, window_of, windowed, windows
+from .softmax import attention, gated, keyed, style_of, window_of, windowed, windows
 from .views import NORMS, Block, View, Views, gate_up_views, modules, named, plain, projections
 
 
@@ -29,7 +29,7 @@ def phi3(c: Fields) -> Model:
     own = projections("mixer", "self_attn.qkv_proj", {"q": H * d, "k": groups * d, "v": groups * d})
     own |= modules({"mixer.o_proj": "self_attn.o_proj"})
     mlp = gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
-    return model_of(c, [(spec, own)], gated_style(c), dense=mlp)
+    return model_of(c, [(spec, own)], style_of(c), dense=mlp)
 
 
 def smollm3(c: Fields) -> Model:
@@ -56,7 +56,7 @@ def olmo3(c: Fields) -> Model:
 
 def gemma(c: Fields) -> Model:
     c.only("use_bidirectional_attention", None, False)
-    style = gated_style(c, norm="rms-offset", embedding_scale=embedding_factor(c))
+    style = style_of(c, norm="rms-offset", embedding_scale=embedding_factor(c))
     return model_of(c, keyed([attention(c, bias=c["attention_bias"])]), style)
 
 
@@ -102,7 +102,7 @@ def sandwich(
     """Returns a model of Gemma 2 or 3, with a norm before and a norm after each branch, or of another order."""
     c.only("use_bidirectional_attention", None, False)
     numbers = {"embedding_scale": embedding_factor(c), "logits_cap": c["final_logit_softcapping"]}
-    style = gated_style(c, "hidden_activation", norm="rms-offset", order=order, **numbers)
+    style = style_of(c, "hidden_activation", norm="rms-offset", order=order, **numbers)
     return model_of(c, keyed(specs), style, norms)
 
 
@@ -128,7 +128,7 @@ def multiplied(c: Fields, logits: float, after: dict[str, str] | None = None) ->
     of norms after the branches {ours: theirs}."""
     spec = attention(c, bias=c["attention_bias"], scale=multiplier(c, "attention_multiplier"))
     scale, order = multiplier(c, "embedding_multiplier"), "both" if after else "pre"
-    style = gated_style(c, order=order, bias=c["mlp_bias"], embedding_scale=scale)
+    style = style_of(c, order=order, bias=c["mlp_bias"], embedding_scale=scale)
     model = model_of(c, keyed([spec]), style, NORMS | (after or {}))
     return as_granite(c, model, logits, [f"*.{name}.*" for name in after or ("mixer.o_proj", "mlp.down_proj")])
 
