@@ -117,23 +117,20 @@ def nemotron_h(c: Fields) -> Model:
         mixture = moe.mixture_of(c, NEMOTRON_EXPERTS, balance=0.0, scores="sigmoid", biased=True)
     c.ignore(*NEMOTRON_EXPERTS.values())
     style = BlockStyle(mlp=mlp, bias=c["mlp_bias"], experts=mixture)
+    own = {"linear_attention": mamba.views("mixer"), "full_attention": attention_views(spec, "mixer")}
+    own |= {"mlp": mlp_views("mixer", style), "moe": nemotron_moe("mixer", mixture, style) if mixture else {}}
     layers: list[Layer] = []
     views = outer_views(c, style, BACKBONE)
     for i, kind in enumerate(listed):
-        theirs = f"backbone.layers.{i}"
         if kind in kinds:
             layers.append(Layer(kinds[kind], "none"))
-            is_linear = kind == "linear_attention"
-            own = mamba.views(f"{theirs}.mixer") if is_linear else attention_views(spec, f"{theirs}.mixer")
         elif not layers or layers[-1].mlp != "none":
             c.refuse("layers_block_type", "an MLP after a mixer alone")
         else:
             layers[-1] = Layer(layers[-1].mixer, "one" if kind == "mlp" else "experts")
-            is_dense = kind == "mlp"
-            own = mlp_views(f"{theirs}.mixer", style) if is_dense else nemotron_moe(f"{theirs}.mixer", mixture, style)
-        views |= below(layer_name(len(layers) - 1), own)
-        norm = "mixer_norm" if kind in kinds else "mlp_norm"
-        views |= modules({f"{layer_name(len(layers) - 1)}.{norm}": f"{theirs}.norm"})
+        all_own = own[kind] | modules({"mixer_norm" if kind in kinds else "mlp_norm": "norm"})
+        theirs = {name: view._replace(name=f"backbone.layers.{i}.{view.name}") for name, view in all_own.items()}
+        views |= below(layer_name(len(layers) - 1), theirs)
     sizes = {"num_heads": H, "intermediate_size": c["intermediate_size"], "num_hidden_layers": len(layers)}
     return Model(shared(c, layers, style, **sizes), views)
 

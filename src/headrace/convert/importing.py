@@ -277,9 +277,9 @@ def _among_experts(view: View, files: Tensors) -> View | None:
     shape, e = files.headers[name].shape if name in files.headers else [], int(found["e"])
     if len(shape) != 3 or e >= shape[0] or shape[1] % parts:
         return None
-    count, rows, _ = shape
-    block = Block(1, count * rows, e * rows + part * rows // parts, rows // parts)
-    return view._replace(name=name, block=block, shape=(*shape,))
+    rows = shape[1]
+    block = Block(1, rows, part * rows // parts, rows // parts)
+    return view._replace(name=name, block=block, shape=(*shape,), item=e)
 
 
 def _fits(view: View, shape: list[int], wanted: list[int]) -> bool:

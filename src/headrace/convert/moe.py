@@ -39,16 +39,11 @@ def stacked_experts(
     those of the router, and of the two."""
     count, width = mixture.count, mixture.width
     router, inputs, output = (f"{theirs}.{name}" for name in names)
-    views = {"mlp.router.weight": View(router)}
-    for part, name, start, shape in (
-        ("gate", inputs, 0, (width, hidden_size)), ("up", inputs, width, (width, hidden_size)),
-        ("down", output, 0, (hidden_size, width)),
-    ):  # fmt: skip
-        rows = 2 * width if name == inputs else hidden_size
-        for e in range(count):
-            block = Block(1, count * rows, e * rows + start, shape[0])
-            views[f"mlp.{e}.{part}"] = View(name, block, shape=(count, rows, shape[1]))
-    return views
+    gate = View(inputs, Block(1, 2 * width, 0, width), shape=(count, 2 * width, hidden_size))
+    up, down = gate._replace(block=Block(1, 2 * width, width, width)), View(output, shape=(count, hidden_size, width))
+    parts = {"gate": gate, "up": up, "down": down}
+    views = {f"mlp.{e}.{part}": view._replace(item=e) for part, view in parts.items() for e in range(count)}
+    return views | {"mlp.router.weight": View(router)}
 
 
 def routed(

@@ -10,8 +10,8 @@ from .fields import Fields
 from .form import Format, Model, model_of
 from .pairs import neighbours
 from .parts import layer_types
-from .softmax import UNGATED, attention, attention_views, keyed, style_of, window_of
-from .views import LLAMA, View, Views, modules, projections
+from .softmax import UNGATED, attention, attention_views, fused, keyed, style_of, window_of
+from .views import LLAMA, View, Views, modules
 
 GPT = ("transformer", "wte", "ln_f", "h")  # as LLAMA
 JOINT: Any = {"norm": "layer", "order": "parallel-joint", "bias": True, "head_bias": True}
@@ -55,15 +55,6 @@ def falcon(c: Fields) -> Model:
     return model_of(c, [mixer], style, norms_of, up_down(*DENSE, c["bias"]), names=places, **sizes)
 
 
-def fused(spec: AttentionSpec, sizes: tuple[int, int], inputs: str, output: str) -> Views:
-    """Returns the views of attention whose q, k and v are one projection, in which each head of k and v follows its
-    heads of q. sizes: the hidden size and the number of heads; inputs, output: the projections."""
-    H, (d, _) = sizes[1], spec.head_dims(*sizes)
-    groups, bias = spec.kv_heads or H, bool(spec.bias)
-    views = projections("mixer", inputs, {"q": H * d, "k": groups * d, "v": groups * d}, groups, bias)
-    return views | modules({"mixer.o_proj": output}, bias)
-
-
 def phi(c: Fields) -> Model:
     c.only("qk_layernorm", False)
     c.ignore("resid_pdrop", "embd_pdrop")
@@ -94,9 +85,8 @@ def gpt2(c: Fields) -> Model:
     scales: list[Any] = ["key" if c["scale_attn_weights"] else "one"] * depth
     if c["scale_attn_by_inverse_layer_idx"]:
         scales = [(1.0 if scale == "one" else (D // H) ** -0.5) / (i + 1) for i, scale in enumerate(scales)]
-    own = projections("mixer", "attn.c_attn", dict.fromkeys("qkv", D), bias=True)
-    own |= modules({"mixer.o_proj": "attn.c_proj"}, True)
     specs = [AttentionSpec(rotary=False, bias=True, scale=scale) for scale in scales]
+    own = fused(specs[0], (D, H), "attn.c_attn", "attn.c_proj", grouped=False)
     model = of_gpt(c, specs, own, gpt_sizes(c))
     matrices = {name: view for name, view in model.views.items() if name.endswith("_proj.weight")}
     turned = {name: view._replace(transposed=True) for name, view in matrices.items()}

@@ -9,7 +9,7 @@ from ..extra.specs.scan import ScanSpec
 from ..layers.linear.readout import GROUP_NORM_EPS
 from ..spec.stack import BlockStyle, Layer
 from .fields import Config, Fields
-from .flash import EMBEDDINGS, fla, hybrid, widths
+from .flash import EMBEDDINGS, fla, hybrid, inside, widths
 from .form import Format, Mixer, Model, model_of, shared
 from .views import Block, View, Views, assembled, modules, norm_views, outer_views, plain
 
@@ -46,7 +46,7 @@ RWKV_MIXES = {
 def rwkv6(c: Fields) -> Model:
     """In the channel mixing, its weights of the token before are 1 minus our weights of the token itself."""
     mixer = f"rwkv6({widths(c)}, decay.rank={c['gate_low_rank_dim']}, read.eps={c['norm_eps']})"
-    own = plain(RWKV6)
+    own = inside(RWKV6)
     own["mixer.decay.up"] = View("attn.w_proj.linear.lora.2.weight", transposed=True)
     for i, (stream, name) in enumerate(RWKV6_STREAMS.items()):
         rows = Block(1, 5 * RWKV6_RANK, i * RWKV6_RANK, RWKV6_RANK)
@@ -63,9 +63,8 @@ def rwkv6(c: Fields) -> Model:
 RWKV6_RANK = 32  # of the weights of a stream's mix
 RWKV6_STREAMS = {"q": "r", "decay": "w", "k": "k", "v": "v", "gate": "g"}  # in their order
 RWKV6 = {
-    "mixer.shift.base": "attn.x_proj.0.mu", "mixer.decay.bias": "attn.w_proj.linear.lora.2.bias",
-    "mixer.bonus": "attn.bonus", "mixer.norm_weight": "attn.g_norm.weight", "mixer.norm_bias": "attn.g_norm.bias",
-    "mixer.o_proj.weight": "attn.o_proj.weight",
+    "shift.base": "x_proj.0.mu", "decay.bias": "w_proj.linear.lora.2.bias", "bonus": "bonus",
+    "norm_weight": "g_norm.weight", "norm_bias": "g_norm.bias", "o_proj.weight": "o_proj.weight",
 }  # fmt: skip
 
 
@@ -79,7 +78,7 @@ def rwkv7(c: Fields) -> Model:
     H, eps = D // K, K * c["norm_eps"]
     ranks = {ours: c[f"{theirs}_low_rank_dim"] for ours, theirs in RANKS.items()}
     spec = MatrixSpec("rwkv7", count=H, eps=None if eps == GROUP_NORM_EPS else eps, **ranks)
-    own = plain(RWKV7_NAMES) | {"mixer.bonus": View("attn.r_k", Block(1, D, 0, D), shape=(H, K))}
+    own = inside(RWKV7_NAMES) | {"mixer.bonus": View("attn.r_k", Block(1, D, 0, D), shape=(H, K))}
     for name, letter in ("decay", "w"), ("rate", "a"), ("gate", "g"):
         own |= low_rank(name, letter)
     own |= {f"mixer.mix.{ours}": mix(f"attn.x_{theirs}", D) for ours, theirs in RWKV7_STREAMS.items()}
@@ -100,13 +99,10 @@ def low_rank(ours: str, theirs: str) -> Views:
 RANKS = {"rank": "decay", "rate_rank": "a", "value_rank": "v", "gate_rank": "gate"}
 RWKV7_STREAMS = dict(zip(RWKV7.STREAMS, "rwkvag", strict=True))
 RWKV7_NAMES = {
-    f"mixer.{ours}_proj.weight": f"attn.{theirs}_proj.weight" for ours, theirs in zip("qkvo", "rkvo", strict=True)
-}
-RWKV7_NAMES |= {
-    f"mixer.{name}_bias": f"attn.{letter}_lora.lora.2.bias" for name, letter in (("decay", "w"), ("rate", "a"))
-}
-RWKV7_NAMES |= {"mixer.k_read": "attn.k_k", "mixer.k_rate": "attn.k_a"}
-RWKV7_NAMES |= {f"mixer.norm_{kind}": f"attn.g_norm.{kind}" for kind in ("weight", "bias")}
+    "q_proj.weight": "r_proj.weight", "k_proj.weight": "k_proj.weight", "v_proj.weight": "v_proj.weight",
+    "o_proj.weight": "o_proj.weight", "decay_bias": "w_lora.lora.2.bias", "rate_bias": "a_lora.lora.2.bias",
+    "k_read": "k_k", "k_rate": "k_a", "norm_weight": "g_norm.weight", "norm_bias": "g_norm.bias",
+}  # fmt: skip
 
 
 def blocks(
@@ -115,8 +111,8 @@ def blocks(
 ) -> Model:  # fmt: skip
     """Returns a model of blocks with channel mixing.
 
-    mixers: of each layer; mixes, mlp: their names of the mixes and of the first projections of
-    the channel mixing; ratio: of the width of the channel mixing to the hidden size, where config.json has none."""
+    mixers: of each layer; mixes, mlp: their names of the mixes and of the first projections of the channel mixing;
+    ratio: of the width of the channel mixing to the hidden size, where config.json has none."""
     style = BlockStyle("layer", mlp=kind, bias=c["norm_bias"], embedding_norm=True)  # type: ignore[arg-type]
     channels = modules({f"mlp.{name}_proj": f"ffn.{module}" for name, module in (mlp | {"down": "value"}).items()})
     mixed = {f"mlp.mix.{name}": weight for name, weight in mixes.items()}

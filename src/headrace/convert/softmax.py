@@ -9,7 +9,7 @@ from ..spec.stack import BlockStyle
 from .fields import Config, Fields
 from .form import Format, Mixer, Model, model_of
 from .rotary import rotation
-from .views import Views, modules
+from .views import Views, modules, projections
 
 # Names of activations -> kinds of MLP.
 GATED = {"swish": "swiglu", "silu": "swiglu", "gelu": "geglu", "gelu_new": "geglu-tanh"}
@@ -40,6 +40,16 @@ def attention_views(spec: AttentionSpec, theirs: str, **renamed: str) -> Views:
     inputs = [f"{name}_proj" for name in ("qkvg" if spec.gated else "qkv")]
     norms = ["q_norm", "k_norm"] if spec.qk_norm != "none" else []
     return views(inputs, spec.bias in (True, "qkv")) | views(["o_proj"], spec.bias in (True, "o")) | views(norms, False)
+
+
+def fused(spec: AttentionSpec, sizes: tuple[int, int], inputs: str, output: str, grouped: bool = True) -> Views:
+    """Returns the views of attention whose q, k and v are one projection. sizes: the hidden size and the number of
+    heads; inputs, output: the projections; grouped: whether each head of k and v follows its heads of q."""
+    H, (d, _) = sizes[1], spec.head_dims(*sizes)
+    groups, bias = spec.kv_heads or H, bool(spec.bias)
+    parts = {"q": H * d, "k": groups * d, "v": groups * d}
+    views = projections("mixer", inputs, parts, groups if grouped else 1, bias)
+    return views | modules({"mixer.o_proj": output}, bias)
 
 
 def activation(c: Fields, name: str, kinds: dict[str, str]) -> Any:

@@ -15,19 +15,16 @@ from .form import PRECISIONS, Format, Model, model_of
 from .mxfp4 import PackedExperts
 from .parts import as_granite, multiplier
 from .rotary import own_rotation
-from .softmax import attention, gated, keyed, style_of, window_of, windowed, windows
-from .views import NORMS, Block, View, Views, gate_up_views, modules, named, plain, projections
+from .softmax import attention, fused, gated, keyed, style_of, window_of, windowed, windows
+from .views import NORMS, Block, View, Views, gate_up_views, named, plain
 
 
 def phi3(c: Fields) -> Model:
     """One projection has q, k and v, and one the gate and the other input of the MLP. A window of at least
     max_position_embeddings tokens, as Phi-4-mini has it, is none."""
     c.ignore("resid_pdrop", "embd_pdrop", "original_max_position_embeddings")  # `rotation` reads the last of some kinds
-    H, spec = c["num_attention_heads"], attention(c, partial=True, pattern=window_of(c, limited=True))
-    d, _ = spec.head_dims(c["hidden_size"], H)
-    groups = spec.kv_heads or H
-    own = projections("mixer", "self_attn.qkv_proj", {"q": H * d, "k": groups * d, "v": groups * d})
-    own |= modules({"mixer.o_proj": "self_attn.o_proj"})
+    sizes, spec = (c["hidden_size"], c["num_attention_heads"]), attention(c, True, pattern=window_of(c, limited=True))
+    own = fused(spec, sizes, "self_attn.qkv_proj", "self_attn.o_proj", grouped=False)
     mlp = gate_up_views("mlp.gate_up_proj", "mlp.down_proj", c["intermediate_size"])
     return model_of(c, [(spec, own)], style_of(c), dense=mlp)
 
