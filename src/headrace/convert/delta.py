@@ -242,18 +242,15 @@ def kimi(
     return model_of(c, layers, style, dense=dense, experts=views, which=which, names=names)
 
 
+IMAGES: Any = {
+    "outside": ("mtp.", "model.visual."), "inner": "text_config", "renamed": ("model.", "model.language_model."),
+}  # fmt: skip
 FORMATS: dict[str, Format] = {
     "qwen3_next": Format("Qwen3NextForCausalLM", qwen3_next, offset=True, outside=("mtp.",)),
     "qwen3_5_text": Format("Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.",)),
-    "qwen3_5": Format(
-        "Qwen3_5ForCausalLM", qwen3_5, outside=("mtp.", "model.visual."), inner="text_config",
-        renamed=("model.", "model.language_model."),
-    ),
+    "qwen3_5": Format("Qwen3_5ForCausalLM", qwen3_5, **IMAGES),
     "qwen3_5_moe_text": Format("Qwen3_5MoeForCausalLM", qwen3_5_moe, outside=("mtp.",)),
-    "qwen3_5_moe": Format(
-        "Qwen3_5MoeForCausalLM", qwen3_5_moe, outside=("mtp.", "model.visual."), inner="text_config",
-        renamed=("model.", "model.language_model."),
-    ),
+    "qwen3_5_moe": Format("Qwen3_5MoeForCausalLM", qwen3_5_moe, **IMAGES),
     "lara_mini": Format("LaraMiniForCausalLM", lara_mini),
     "olmo_hybrid": Format("OlmoHybridForCausalLM", olmo_hybrid),
     # transformers calls the dense MLPs of some layers as it does those of experts when it saves a model

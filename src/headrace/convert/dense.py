@@ -1,6 +1,5 @@
 """Further formats of transformers' models of softmax attention with dense MLPs."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,19 +9,14 @@ from ..extra.late_norm import LateNormSpec
 from . import softmax
 from .fields import Config, Fields
 from .form import Format, Model, model_of
-from .parallel import squared, up_down
+from .parallel import GPT, GPT_NORMS, squared, up_down
 from .parts import in_order, is_positive, multiplier
 from .rotary import ORIGINAL
 from .softmax import UNGATED, attention, attention_views, gated, keyed, style_of, window_of, windowed
 from .variants import SANDWICH_NORMS, bounded, gemma3, multiplied, sandwich
-from .views import NORMS, Block, View, mlp_views, named
+from .views import NORMS, Block, View, mlp_views, modules, named
 
 BIASES: Any = {(True, True): True, (True, False): "qkv", (False, True): "o", (False, False): False}
-EXAONE = {  # parts of Llama's names -> those of EXAONE 3
-    "model.embed_tokens": "transformer.wte", "model.layers": "transformer.h", "model.norm": "transformer.ln_f",
-    "self_attn": "attn.attention", "o_proj": "out_proj", "input_layernorm": "ln_1", "post_attention_layernorm": "ln_2",
-    "gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj",
-}  # fmt: skip
 BEFORE = {name: SANDWICH_NORMS[name] for name in ("mixer_norm", "mlp_norm")}
 APERTUS_MLPS = UNGATED | {"xielu": "xielu"}
 APERTUS = {"mixer_norm": "attention_layernorm", "mlp_norm": "feedforward_layernorm"}
@@ -42,8 +36,12 @@ def arcee(c: Fields) -> Model:
 
 def exaone(c: Fields) -> Model:
     """Llama with names of modules of its own."""
-    model, parts = softmax.llama(c), re.compile("|".join(EXAONE))
-    return renamed(model, lambda name: parts.sub(lambda found: EXAONE[found[0]], name))
+    c.ignore("pretraining_tp")
+    spec, style = attention(c, bias=c["attention_bias"]), style_of(c, bias=c["mlp_bias"])
+    mixer = spec, attention_views(spec, "attn.attention", o_proj="out_proj")
+    names = {"gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj"}
+    mlp = modules({f"mlp.{ours}": f"mlp.{theirs}" for ours, theirs in names.items()}, style.bias)
+    return model_of(c, [mixer], style, GPT_NORMS, mlp, names=GPT)
 
 
 def renamed(model: Model, name_of: Callable[[str], str]) -> Model:

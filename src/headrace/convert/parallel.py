@@ -14,6 +14,7 @@ from .softmax import UNGATED, attention, attention_views, fused, keyed, style_of
 from .views import LLAMA, View, Views, modules
 
 GPT = ("transformer", "wte", "ln_f", "h")  # as LLAMA
+GPT_NORMS = {"mixer_norm": "ln_1", "mlp_norm": "ln_2"}
 JOINT: Any = {"norm": "layer", "order": "parallel-joint", "bias": True, "head_bias": True}
 DENSE = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
 
@@ -129,8 +130,8 @@ def gpt_neo(c: Fields) -> Model:
 def of_gpt(c: Fields, specs: Sequence[AttentionSpec], own: Views, sizes: dict[str, Any]) -> Model:
     """Returns a model with GPT-2's names of modules. own: the views of attention."""
     style = style_of(c, "activation_function", UNGATED, norm="layer", bias=True, positions="learned")
-    norms, mlp = {"mixer_norm": "ln_1", "mlp_norm": "ln_2"}, up_down("mlp.c_fc", "mlp.c_proj")
-    return model_of(c, [(spec, own) for spec in specs], style, norms, mlp, names=GPT, **sizes)
+    mixers, mlp = [(spec, own) for spec in specs], up_down("mlp.c_fc", "mlp.c_proj")
+    return model_of(c, mixers, style, GPT_NORMS, mlp, names=GPT, **sizes)
 
 
 def up_down(up: str, down: str, bias: bool = True) -> Views:
