@@ -16,7 +16,7 @@ from .form import Format, Mixer, Model, model_of
 from .parts import latent_attention, layer_types
 from .rotary import latent_scale, rotation
 from .softmax import attention, attention_views, keyed, window_of
-from .views import LLAMA, View, Views, below, mlp_views, modules, named, projections, stacked
+from .views import LLAMA, View, Views, below, mlp_views, modules, named, plain, projections, stacked
 
 KINDS = ("linear_attention", "full_attention")
 DYNAMICS = {
@@ -43,22 +43,23 @@ def qwen3_5_moe(c: Fields) -> Model:
     return qwen(c, qwen3_5_projections, range(c["num_hidden_layers"]), mixture)
 
 
-Projections = Callable[[str, int, int, int, int], Views]
-
-
-def qwen(c: Fields, projections: Projections, sparse: Collection[int] = (), mixture: Any = None) -> Model:
-    """projections: views of the input projections of a linear layer. sparse: the layers with experts."""
+def qwen(
+    c: Fields, projections: Callable[[dict[str, int], int], Views], sparse: Collection[int] = (), mixture: Any = None
+) -> Model:
+    """projections: views of the input projections of a linear layer, by their rows and the number of heads of q and k;
+    sparse: the layers with experts."""
     c.ignore("full_attention_interval")  # by which their class has set layer_types
     c.only("hidden_act", "silu", "swish")
-    kinds, delta, style = layer_types(c, KINDS), delta_sizes(c), BlockStyle("rms-offset", experts=mixture)
-    linear, heads, mixers = gated_delta(c, *delta), delta[0], dict[str, Mixer]()
+    kinds, (linear, rows), mixers = layer_types(c, KINDS), gated_delta(c), dict[str, Mixer]()
+    own = delta_views(projections(rows, c["linear_num_key_heads"]), rows)
+    style, heads = BlockStyle("rms-offset", experts=mixture), c["linear_num_value_heads"]
     if "full_attention" in kinds:
         spec, heads = qwen_attention(c), c["num_attention_heads"]
         mixers["full_attention"] = spec, qwen_attention_views("self_attn", spec)
     else:
         linear = zoo.change_all(linear, {"heads.count": None})
         c.ignore("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "rope_parameters")
-    mixers["linear_attention"] = linear, named("mixer", "linear_attn", DYNAMICS) | projections("linear_attn", *delta)
+    mixers["linear_attention"] = linear, own
     views = moe.qwen_experts(mixture.count, style) if mixture else {}
     return model_of(c, [mixers[kind] for kind in kinds], style, experts=views, which=sparse, num_heads=heads)
 
@@ -79,38 +80,37 @@ def qwen_attention_views(theirs: str, spec: Any) -> Views:
     return attention_views(spec, theirs) | both
 
 
-def delta_sizes(c: Fields) -> tuple[int, int, int, int]:
-    """The number of heads, of heads of q and k, and the key and value dimensions per head."""
-    return (
-        c["linear_num_value_heads"], c["linear_num_key_heads"], c["linear_key_head_dim"], c["linear_value_head_dim"],
-    )  # fmt: skip
+Rows = dict[str, int]  # of each part of the input projections of a layer
 
 
-def gated_delta(c: Fields, heads: int, groups: int, key_dim: int, value_dim: int, changes: Any = None) -> MixerSpec:
-    """Returns the spec of Gated DeltaNet with these heads. changes: {path of a field: value}."""
-    D = c["hidden_size"]
-    return zoo.change_all(zoo.LINEAR["gated-deltanet"], {
-        "heads.expand_k": key_dim * heads / D, "heads.expand_v": value_dim * heads / D, "heads.count": heads,
-        "heads.qk_groups": None if groups == heads else groups, "inputs.conv": c.count("linear_conv_kernel_dim", 2),
+def gated_delta(c: Fields, changes: Any = None) -> tuple[MixerSpec, Rows]:
+    """Returns the spec of Gated DeltaNet, and its rows. changes: {path of a field of the spec: value}."""
+    names, D = ("num_value_heads", "num_key_heads", "key_head_dim", "value_head_dim"), c["hidden_size"]
+    H, groups, K, V = (c[f"linear_{name}"] for name in names)
+    spec = zoo.change_all(zoo.LINEAR["gated-deltanet"], {
+        "heads.expand_k": K * H / D, "heads.expand_v": V * H / D, "heads.count": H,
+        "heads.qk_groups": None if groups == H else groups, "inputs.conv": c.count("linear_conv_kernel_dim", 2),
     } | (changes or {}))  # fmt: skip
+    return spec, {"q": groups * K, "k": groups * K, "v": H * V, "gate": H * V, "beta": H, "decay": H}
 
 
-def qwen3_next_projections(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
+def delta_views(projected: Views, rows: Rows) -> Views:
+    """Returns the views of a layer. projected: of its input projections."""
+    conv = stacked("linear_attn.conv1d.weight", {part: rows[part] for part in "qkv"})
+    projected = below("mixer.in_proj", projected) | below("mixer.conv.weight", conv)
+    return projected | named("mixer", "linear_attn", DYNAMICS)
+
+
+def qwen3_next_projections(rows: Rows, groups: int) -> Views:
     """Projections are grouped by key head: q and k of the head, then v and gate of the value heads that share it."""
-    wide, narrow = heads * value_dim, groups * key_dim
-    sizes = {"q": narrow, "k": narrow, "v": wide, "gate": wide}
-    views = stacked(f"{theirs}.in_proj_qkvz.weight", sizes, groups)
-    views |= stacked(f"{theirs}.in_proj_ba.weight", {"beta": heads, "decay": heads}, groups)
-    conv = stacked(f"{theirs}.conv1d.weight", {part: sizes[part] for part in "qkv"})
-    return below("mixer.in_proj", views) | below("mixer.conv.weight", conv)
+    views = stacked("linear_attn.in_proj_qkvz.weight", {part: rows[part] for part in ("q", "k", "v", "gate")}, groups)
+    return views | stacked("linear_attn.in_proj_ba.weight", {part: rows[part] for part in ("beta", "decay")}, groups)
 
 
-def qwen3_5_projections(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
-    sizes = {"q": groups * key_dim, "k": groups * key_dim, "v": heads * value_dim}
-    views = below("mixer.in_proj", stacked(f"{theirs}.in_proj_qkv.weight", sizes))
-    views |= below("mixer.conv.weight", stacked(f"{theirs}.conv1d.weight", sizes))
+def qwen3_5_projections(rows: Rows, groups: int) -> Views:
     parts = {"gate": "z", "beta": "b", "decay": "a"}
-    return views | named("mixer.in_proj", theirs, {our: f"in_proj_{their}.weight" for our, their in parts.items()})
+    views = plain({ours: f"linear_attn.in_proj_{theirs}.weight" for ours, theirs in parts.items()})
+    return views | stacked("linear_attn.in_proj_qkv.weight", {part: rows[part] for part in "qkv"})
 
 
 # --- Lara Mini -------------------------------------------------------------------------------------------------------
@@ -121,11 +121,12 @@ def lara_mini(c: Fields) -> Model:
     has experts."""
     c.only("hidden_act", "silu", "swish")
     kinds = layer_types(c, (*KINDS, "sliding_attention"))
-    delta, mixture = delta_sizes(c), moe.mixture_of(c, moe.QWEN_EXPERTS)
+    (linear, rows), mixture = gated_delta(c), moe.mixture_of(c, moe.QWEN_EXPERTS)
     softmax = attention(c, bias=c["attention_bias"], qk_norm="head", rotary=False)
     turned = replace(softmax, rotary=True, rope=rotation(c, c["head_dim"]), pattern=window_of(c))
     mixers = dict(zip(("full_attention", "sliding_attention"), keyed([softmax, turned]), strict=True))
-    mixers["linear_attention"] = gated_delta(c, *delta), lara_delta("linear_attn", *delta)
+    own = delta_views(stacked("linear_attn.in_proj.weight", rows), rows)
+    mixers["linear_attention"] = linear, own | plain({"mixer.norm_weight": "linear_attn.out_norm.weight"})
     style = BlockStyle(experts=mixture)
     views = moe.stacked_experts("mlp", mixture, c["hidden_size"], LARA_EXPERTS)
     views |= mlp_views("mlp.shared_expert", style, "mlp.shared")
@@ -133,15 +134,6 @@ def lara_mini(c: Fields) -> Model:
 
 
 LARA_EXPERTS = "gate.weight", "experts.gate_up_proj", "experts.down_proj"
-
-
-def lara_delta(theirs: str, heads: int, groups: int, key_dim: int, value_dim: int) -> Views:
-    wide, narrow = heads * value_dim, groups * key_dim
-    sizes = {"q": narrow, "k": narrow, "v": wide}
-    conv = stacked(f"{theirs}.conv1d.weight", sizes)
-    parts = stacked(f"{theirs}.in_proj.weight", sizes | {"gate": wide, "beta": heads, "decay": heads})
-    names = named("mixer", theirs, DYNAMICS | {"norm_weight": "out_norm.weight"})
-    return names | below("mixer.in_proj", parts) | below("mixer.conv.weight", conv)
 
 
 # --- OLMo Hybrid -----------------------------------------------------------------------------------------------------
@@ -161,7 +153,7 @@ def olmo_hybrid(c: Fields) -> Model:
     turned = rotation(c, c["hidden_size"] // H) if rotated else Rope()
     spec = AttentionSpec(c["num_key_value_heads"], rotated, count=H, qk_norm="joint", rope=turned)
     beta = "sigmoid-2" if c["linear_allow_neg_eigval"] else "sigmoid"
-    linear = gated_delta(c, *delta_sizes(c), {"write.beta": beta, "read.eps": 1e-5})
+    linear, _ = gated_delta(c, {"write.beta": beta, "read.eps": 1e-5})
     mixers: dict[str, Mixer] = {
         "linear_attention": (linear, modules(OLMO_NORMS) | named("mixer", "linear_attn", DELTA_RULE | GATE | STEP)),
         "full_attention": (

@@ -1,6 +1,5 @@
 """Further formats of transformers' models of softmax attention with dense MLPs."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -42,11 +41,6 @@ def exaone(c: Fields) -> Model:
     names = {"gate_proj": "c_fc_0", "up_proj": "c_fc_1", "down_proj": "c_proj"}
     mlp = modules({f"mlp.{ours}": f"mlp.{theirs}" for ours, theirs in names.items()}, style.bias)
     return model_of(c, [mixer], style, GPT_NORMS, mlp, names=GPT)
-
-
-def renamed(model: Model, name_of: Callable[[str], str]) -> Model:
-    """Returns a model with other names of tensors."""
-    return model._replace(views={ours: view._replace(name=name_of(view.name)) for ours, view in model.views.items()})
 
 
 def exaone4(c: Fields) -> Model:
@@ -159,7 +153,8 @@ def mistral3(c: Fields) -> Model:
 
 def inside(model: Model) -> Model:
     """Returns the language model of a model that reads images too."""
-    return renamed(model, lambda name: f"language_model.{name}")
+    views = {ours: view._replace(name=f"language_model.{view.name}") for ours, view in model.views.items()}
+    return model._replace(views=views)
 
 
 TOWERS = ("vision_tower.", "multi_modal_projector.")
