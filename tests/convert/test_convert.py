@@ -225,6 +225,17 @@ def test_pickled_weights_are_not_read(checkpoint):
     assert "no model.safetensors.index.json; expected its weights in safetensors" in refused(lambda: load(path))
 
 
+@pytest.mark.parametrize(
+    ("fields", "end"),
+    [({}, "converted"), ({"ssm_cfg": {}}, "as state-spaces/mamba-130m-hf is for state-spaces/mamba-130m")],
+)
+def test_no_model_type_is_not_taken_for_a_word(fields, end, checkpoint):
+    _, path = checkpoint("llama")
+    (path / "config.json").write_text(json.dumps({"d_model": 32} | fields))
+    sentence = refused(lambda: load(path))
+    assert "has model_type=None; expected headrace or one of" in sentence and sentence.endswith(end)
+
+
 def test_config_that_is_not_an_object_is_refused(checkpoint):
     _, path = checkpoint("llama")
     (path / "config.json").write_text("[]")

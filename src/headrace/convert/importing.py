@@ -155,7 +155,9 @@ def _read_format(checkpoint: Path) -> tuple[Format, Config]:
     if kind == HeadraceConfig.model_type:
         raise InputError(f"checkpoint {str(checkpoint)!r} is one of headrace already; expected another, or --to FORMAT")
     if kind not in [*FORMATS]:
-        meant = did_you_mean(str(kind), [HeadraceConfig.model_type, *FORMATS])
+        meant = did_you_mean(kind, [HeadraceConfig.model_type, *FORMATS]) if isinstance(kind, str) else ""
+        if "ssm_cfg" in described:  # of the package mamba_ssm, which saves pickles
+            meant = ", as state-spaces/mamba-130m-hf is for state-spaces/mamba-130m"
         expected = f"expected {HeadraceConfig.model_type} or one of the {len(FORMATS)} formats that are converted"
         raise InputError(f"checkpoint {str(checkpoint)!r} has model_type={kind!r}; {expected}{meant}")
     check_alone(checkpoint)
