@@ -251,7 +251,7 @@ def test_an_interruption_does_not_wait_for_what_is_measured(measures_without_end
 
 
 def test_the_cost_of_competition_is_of_pairs():
-    assert report.competing_versions(BenchPlan(("gla", "softmax-gla"), SHAPE)) == [("gla", "softmax")]
+    assert report.overheads([], BenchPlan(("gla", "softmax-gla"), SHAPE)).rows == [("gla" + report.FORMS["softmax"],)]
     plan = BenchPlan(("gla", "softmax-gla", "paper-softmax-gla"), SHAPE)
     seconds = {"gla": [1.0, 2.0, 4.0], "softmax-gla": [1.1, 2.2, 4.4], "paper-softmax-gla": [1.3, 2.6, 5.2]}
     models = {name: {"seconds": own} for name, own in seconds.items()}

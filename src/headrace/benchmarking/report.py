@@ -91,17 +91,12 @@ def present(results: list[dict[str, Any]]) -> list[str]:
 
 
 def overheads(results: list[dict[str, Any]], plan: BenchPlan) -> Section:
-    header = ("backbone", *(COSTS[what] for what in present(results)))
-    rows = [
-        (name + FORMS[form], *(overhead(results, name, what, form) for what in present(results)))
-        for name, form in competing_versions(plan)
-    ]
+    """Rows of every model whose backbone is measured too."""
+    costs = present(results)
+    pairs = [(name, form) for name in plan.models for form in FORMS if f"{form}-{name}" in plan.models]
+    rows = [(name + FORMS[form], *(overhead(results, name, what, form) for what in costs)) for name, form in pairs]
+    header = ("backbone", *(COSTS[what] for what in costs))
     return Section("Overhead of competition", (OVERHEAD,), header=header, rows=rows)
-
-
-def competing_versions(plan: BenchPlan) -> list[tuple[str, str]]:
-    """(backbone, form) of every model whose backbone is measured too."""
-    return [(name, form) for name in plan.models for form in FORMS if f"{form}-{name}" in plan.models]
 
 
 def overhead(results: list[dict[str, Any]], backbone: str, what: str, form: str = "softmax") -> str:

@@ -44,8 +44,7 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def cited(name: str) -> dict[str, str]:
-    """The sentence about a mixer or model and its paper, which are those of X for softmax-X, and "–" for one that was
-    added without them."""
+    """The sentence about a mixer or model and its paper, those of X for softmax-X; "–" for what was added without."""
     base = name.partition("(")[0]
     known = [base.removeprefix(prefix) for prefix in ("", "softmax-", zoo.RECURRENT)]
     tables = {"about": zoo.SENTENCES, "paper": zoo.PAPERS}
