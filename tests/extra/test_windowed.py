@@ -218,6 +218,18 @@ def test_heads_that_no_token_of_a_window_chose_have_finite_gradients():
     assert all(g.isfinite().all() for g in gradients)
 
 
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [30.0, 100.0, 300.0])
+def test_write_gates_that_are_nearly_0_have_finite_gradients(scale, dtype):
+    """Where a head has such gates for all tokens, so is the sum of their weights, and a gradient is over its square."""
+    mixer = layer_of("softmax-lolcats(window=2)", dtype)
+    mixer.write_competition.weight.data *= scale
+    x = torch.randn(B, T, D, dtype=dtype, requires_grad=True)
+    gradients = torch.autograd.grad(mixer(x)[0].square().sum(), [x, *mixer.parameters()])
+    assert all(g.isfinite().all() for g in gradients)
+
+
 @pytest.mark.parametrize("factor", [-44.0, -88.0, -110.0])
 def test_a_factor_that_is_nearly_0_has_a_gradient(factor):
     found = []

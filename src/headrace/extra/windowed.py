@@ -110,8 +110,7 @@ class Surroundings:
 
     def exist(self, seen: Tensor | None, like: Tensor) -> Tensor:
         """Returns which of the extended tokens exist, as bool, after `seen` [N] tokens; None: after none."""
-        ones = like.new_ones(*like.shape[:2], 1)
-        ages = torch.arange(self.window, 0, -1, device=like.device)
+        ones, ages = like.new_ones(*like.shape[:2], 1), torch.arange(self.window, 0, -1, device=like.device)
         before = None if seen is None else (ages <= seen[:, None])[..., None].to(ones)
         return self.extend(ones, before)[0][..., 0] > 0
 
@@ -185,9 +184,10 @@ def _mean(factor: Tensor, near: Tensor, far: Tensor) -> Tensor:
 
 
 def _quotient(x: Tensor, weight: Tensor) -> Tensor:
-    """x / weight, and 0 without a gradient where the weight is 0."""
-    some = weight != 0
-    return torch.where(some, x / torch.where(some, weight, 1), 0)
+    """x / weight, and 0 where the weight is 0. A weight whose square is 0, by which a gradient is divided, has none."""
+    small = weight < torch.finfo(weight.dtype).tiny ** 0.5
+    fixed = (x.detach() / weight.detach()).masked_fill(weight == 0, 0)
+    return torch.where(small, fixed, x / torch.where(small, 1, weight))
 
 
 def _of_groups(x: Tensor, groups: int) -> Tensor:
