@@ -7,10 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tiny
 from headrace import Mixer, linear_attention, zoo
 from headrace.extra.log_linear import LogLinear
 from headrace.ops.sequences import Sequences
 from headrace.training.parameters import undecayed
+from headrace.verification.verify import relative
 
 B, T, H, K, V = 2, 33, 3, 6, 5  # one more than a block of tokens, and than a power of 2
 
@@ -52,6 +54,15 @@ def test_levels_are_a_fenwick_tree_of_memories(rule, levels):
     ours, theirs = (torch.autograd.grad((y * direction).sum(), list(x.values())) for y in (out, literal))
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["log-linear-mamba2", "log-linear-gated-deltanet"])
+def test_strong_decays_do_not_lose_far_levels_in_the_rounding_of_near_ones(name):
+    torch.manual_seed(0)
+    layer, x = tiny.perturbed(Mixer(name, hidden_size=24, num_heads=2), 0.1), 30 * torch.randn(1, 5 * T, 24)
+    y = layer(x)[0]
+    assert relative(y, layer.double()(x.double())[0]) < 1e-5
 
 
 def test_empty_batch_runs_over_several_blocks():

@@ -6,9 +6,9 @@ Token s is at level ℓ for token t if ℓ is the number of binary digits of t X
 
     o_t = Σ_ℓ λ_t,ℓ q_t S_t,ℓ    λ_t,ℓ = softplus(a_ℓ · (W x_t)_ℓ)    S_t,ℓ: the memory of the tokens of level ℓ
 
-Every update of `linear_attention` is linear in S and v, and so defines the memory of some of the tokens. F_ℓ(t) is the
-output of the memory that begins anew at each multiple of 2^ℓ tokens. What t reads of level ℓ is F_ℓ(t) − F_{ℓ−1}(t), so
-that each level is one call of the op: O(T log T). In blocks of 2^BITS tokens the weights of all pairs are computed.
+Every update of `linear_attention` is linear in S and v, and so defines the memory of some of the tokens. At level ℓ the
+second half of each 2^ℓ tokens reads the first, whose v alone is not 0, so that each level is one call of the op:
+O(T log T). The last level is a difference of outputs. In blocks of 2^BITS tokens the weights of all pairs are computed.
 
 Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimension per head, N sequences, L levels, C
 tokens per block, M blocks.
@@ -51,9 +51,7 @@ class Places(NamedTuple):
     def begins(self, size: int | None) -> Tensor:
         """Returns the indices, among all B T tokens, of those at which a sequence or a block of `size` tokens begins.
         They are padded with B T to the largest number there may be, so that nothing waits for their number."""
-        begins = self.position == self.before
-        if size is not None:
-            begins = begins | (self.position % size == 0)
+        begins = (self.position == self.before) | (self.position % (size or FAR) == 0)
         n, N = begins.numel(), self.sequences.count
         indices = torch.where(begins.flatten(), torch.arange(n, device=begins.device), n)
         return indices.sort().values[: N if size is None else (n + N * (2 * size - 2)) // size]
@@ -117,9 +115,12 @@ class LogLinear(RecurrenceModule):
         for i in range(bits + 1, farthest + 1):
             begins = places.begins(2**i if i < self.last else None)
             bounds = torch.cat([begins, begins.new_full((1,), position.numel())])
-            flat = {name: y.flatten(0, 1)[None] for name, y in x.items()}
+            reads = (position[..., None, None] >> (i - 1)) % 2 == 1  # [B, T, 1, 1], the second halves
+            v = x["v"] if i == self.last else x["v"].masked_fill(reads, 0)
+            flat = {name: y.flatten(0, 1)[None] for name, y in (x | {"v": v}).items()}
             far = op(**flat, cu_seqlens=bounds)[0][0].unflatten(0, position.shape)
-            out, near = out + weight[..., i, None] * (far - near), far
+            far = far - near if i == self.last else far.masked_fill(~reads, 0)
+            out, near = out + weight[..., i, None] * far, near + far
         return out
 
     def _blocks(self, op: Callable, x: dict[str, Tensor], weight: Tensor, places: Places, bits: int):
@@ -129,8 +130,7 @@ class LogLinear(RecurrenceModule):
         at = (torch.searchsorted(begins, tokens, right=True) - 1) * C + places.position.flatten() % C
 
         def lay_out(y: Tensor) -> Tensor:
-            full = y.new_zeros(len(begins) * C, *y.shape[2:])
-            return full.index_copy(0, at, y.flatten(0, 1)).unflatten(0, (-1, C))
+            return y.new_zeros(len(begins) * C, *y.shape[2:]).index_copy(0, at, y.flatten(0, 1)).unflatten(0, (-1, C))
 
         pieces = {name: lay_out(y) for name, y in x.items()}
         v = pieces["v"]
