@@ -13,6 +13,10 @@ from equation import DECAYS, by_literal, detached, inputs
 from headrace import InputError, linear_attention, set_backend, step, zoo
 from headrace.hf import HeadraceForCausalLM, generation
 from headrace.layers.blocks.block import Block, Sizes
+from headrace.layers.gates import silu_product
+from headrace.layers.linear import decays, features
+from headrace.layers.rotary import rotate
+from headrace.ops.backends.triton import elementwise
 from headrace.ops.dispatch import BACKENDS
 from headrace.verification.op import TOLERANCE
 from headrace.verification.verify import relative, verify, worst
@@ -137,6 +141,32 @@ def test_packed_sequences_match_the_reference(device, backend, rule):
     bounds = torch.tensor([0, 3, 4, 4, 70, TOKENS])
     tensors = rounded_inputs("scalar", torch.float32, rows=1, n=5)
     assert_matches_reference(device, backend, torch.float32, tensors, bounds, rule=rule)
+
+
+def between_products(x, gate, bias, angle, backend):
+    """What stands between a layer's products and its recurrence."""
+    by, rates = (angle.cos(), angle.sin()), bias[: x.shape[2]]
+    rotated, product = rotate(x, by, backend), silu_product(x.flatten(-2), gate, backend)
+    if backend == "torch":
+        return rotated, product, features.l2_norm(x), decays.softplus_decay(decays.biased(x, bias), rates)
+    limit = decays.largest(torch.float32, decays.ROOM)
+    decay = elementwise.SoftplusDecay.apply(x, bias, rates, decays.FAR, limit)
+    return rotated, product, elementwise.L2Norm.apply(x, features.EPS), decay
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_elementwise_operators_match_the_reference(device, dtype):
+    B, H, K = 2, 3, 96
+    sizes = {"x": (B, TOKENS, H, K), "gate": (B, TOKENS, H * K), "bias": (H * K,)}
+    given = {name: torch.randn(size).to(dtype) for name, size in sizes.items()}
+    there, angle = {name: x.to(device) for name, x in given.items()}, torch.randn(1, TOKENS, 1, K // 2)
+    if not elementwise.computes("triton", there["x"]):
+        pytest.skip("the operators need Triton, and a GPU or its interpreter")
+    run = lambda x: between_products(**x, angle=angle.to(x["x"]), backend="triton")  # noqa: E731
+    by_pytorch = lambda x: between_products(**x, angle=angle.to(dtype).double(), backend="torch")  # noqa: E731
+    ours = outputs_and_gradients(run, there)
+    exact = outputs_and_gradients(by_pytorch, detached(given, torch.float64))
+    assert worst(ours[0], exact[0]) <= TOLERANCES[dtype] and worst(ours[1], exact[1]) <= 10 * TOLERANCES[dtype]
 
 
 @pytest.mark.parametrize("name", LINEAR_LAYERS)

@@ -151,14 +151,30 @@ def test_auto_takes_the_kernels_on_gpus_that_have_run_them(gpu, takes):
     assert [*BACKENDS].index("triton") < [*BACKENDS].index("fla")
 
 
-def test_a_layer_launches_the_convolution_and_the_recurrence_alone():
-    layer = Mixer("softmax-gated-deltanet", hidden_size=64, num_heads=2).bfloat16()
-    layer.backend, x = "triton", torch.randn(1, 70, 64).bfloat16()
-    with dry.gpu("sm_90") as launched:
+def launches_of_a_layer(mixer, gpu="sm_90"):
+    layer = Mixer(mixer, hidden_size=128, num_heads=2).bfloat16()
+    layer.backend, x = "triton", torch.randn(1, 70, 128).bfloat16()
+    with dry.gpu(gpu) as launched:
         y, _ = layer(x)
         y.backward(torch.ones_like(y))
-    assert [x.kernel for x in launched] == ["convolve", *KERNELS, "silu_backward", "convolve_backward"]
+    return launched
+
+
+def test_a_layer_launches_each_kernel_once():
+    """Those of the norm once for q and once for k."""
+    launched = launches_of_a_layer("softmax-gated-deltanet")
+    forward = ["convolve", "l2_norm", "l2_norm", *KERNELS[:2], "silu_product"]
+    norms = ["l2_norm_backward"] * 2
+    backward = ["silu_product_backward", *KERNELS[2:], *norms, "silu_backward", "convolve_backward"]
+    assert [x.kernel for x in launched] == forward + backward
     assert all(x.code.stack == 0 for x in launched)
+
+
+@pytest.mark.parametrize("gpu", dry.GPUS)
+def test_elementwise_kernels_spill_nothing(gpu):
+    found = {x.kernel: x.code for mixer in ("retnet", "kda") for x in launches_of_a_layer(mixer, gpu)}
+    kernels = [f"{name}{way}" for name in ("l2_norm", "softplus_decay", "silu_product") for way in ("", "_backward")]
+    assert all(found[name].stack == 0 for name in (*kernels, "rotate"))
 
 
 # Of the layers of 340M parameters: heads of v, K, V, whether the decay is per key, whether the rule is delta

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops.autograd import define
+from ..ops.backends.triton import elementwise
 from ..ops.call import accumulator
 from ..ops.checks import require
 from ..spec.attention import Rope
@@ -18,9 +19,11 @@ DEFAULT = Rope()  # made here, as torch.compile cannot trace the checks of a spe
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F]
 
 
-def rotate(x: Tensor, by: Angles) -> Tensor:
+def rotate(x: Tensor, by: Angles, backend: str = "auto") -> Tensor:
     """Rotates the first 2 F channels of x [B, T, heads, K]: channel i < F with channel i + F."""
     cos, sin = (y.to(accumulator(x)).to(x.device) for y in by)
+    if elementwise.computes(backend, x) and not cos.requires_grad:
+        return elementwise.Rotation.apply(x, cos, sin)
     half = cos.shape[-1]
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)
     turned = a * cos - b * sin, b * cos + a * sin

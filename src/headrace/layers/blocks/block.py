@@ -19,6 +19,7 @@ from ...spec.serialize import Spec
 from ...spec.stack import MLPS, SHARED, BlockStyle, Layer, as_layers
 from .. import SoftmaxAttention, build
 from ..base import Mixer, named
+from ..gates import silu_product
 from ..norms import OffsetRMSNorm
 
 
@@ -67,6 +68,8 @@ class MLP(nn.Module):
         inputs = [p(x) for p in (self.gate_proj, self.up_proj) if p is not None]
         if adapter is not None:
             inputs = [y + z for y, z in zip(inputs, adapter(x).chunk(len(inputs), -1), strict=True)]
+        if self.gate_proj is not None and self.activation is F.silu:
+            return self.down_proj(silu_product(inputs[1], inputs[0]))
         hidden = self.activation(inputs[0])
         return self.down_proj(hidden if self.gate_proj is None else hidden * inputs[1])
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...ops.backends.native import convolution as native
 from ...ops.backends.triton import convolution as triton
+from ...ops.backends.triton.limits import chosen
 from ...ops.modules import is_plain
 from ...ops.sequences import Sequences
 from .stage import Stage, Tokens
@@ -46,7 +47,7 @@ def convolve(
         silu: whether SiLU follows.
     """
     first = history is None and sequences.borders is None
-    if first and triton.chosen(backend, x) and triton.unsupported_reason(conv, x) is None:
+    if first and chosen(backend, x) and triton.unsupported_reason(conv, x) is None:
         return triton.convolve(x, conv.weight, conv.bias, sequences.cu_seqlens, silu)
     history = sequences.before(x, history, conv.weight.shape[2] - 1)
     if silu and backend in ("auto", "native") and native.unsupported_reason(conv, x) is None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.backends.native.program import UnsupportedError
+from ...ops.backends.triton import elementwise
 from ...ops.call import accumulator
 from ...spec.decay import STEPPED, Decay
 from ...utils.device import float64
@@ -32,6 +33,7 @@ class DecayModule(SelfInitialized):
     kind: ClassVar[str]  # its name in spec/decay.py
     quantizable = False  # by `quantize`: the state multiplies by the result at every token
     starts_fixed: ClassVar[bool] = False  # whether its part of the input projection is initialized to zero
+    takes_backend: ClassVar[bool] = False  # whether `forward` does
     in_features: int = 0  # size of its part of the input projection
 
     def __init__(self, spec: Decay, num_heads: int, key_dim: int, depth: float):
@@ -56,12 +58,18 @@ class DecayModule(SelfInitialized):
 
 
 FAR = -40.0  # softplus(z) is e^z to the last digit of a float64 below
+ROOM = 24  # for softplus(z), whose gradient to a low z + FAR has e^20
+
+
+def largest(dtype: torch.dtype, room: float) -> float:
+    """Returns the exponent of e^−room of the dtype's largest number, which is e^88 for float32."""
+    return math.log(torch.finfo(dtype).max) - room
 
 
 def finite_exp(x: Tensor, room: float = 8) -> Tensor:
-    """Returns e^x for the rate of a decay, at most e^−room of the dtype's largest number, which is e^88 for float32. A
-    memory that decays at a rate of e^60 keeps nothing after one token, and ∞ · 0 would be NaN, also in a gradient."""
-    return x.clamp(max=math.log(torch.finfo(x.dtype).max) - room).exp()
+    """Returns e^x for the rate of a decay, at most e^`largest`. A memory that decays at a rate of e^60 keeps nothing
+    after one token, and ∞ · 0 would be NaN, also in a gradient."""
+    return x.clamp(max=largest(x.dtype, room)).exp()
 
 
 def biased(x: Tensor, bias: Tensor) -> Tensor:
@@ -77,7 +85,7 @@ def softplus_decay(z: Tensor, log_rate: Tensor) -> Tensor:
     # neither is infinite and the second is never 0. A clamp in place of z + d would have no gradient at FAR itself in
     # PyTorch from 2.15 on.
     d = F.relu(FAR - z)
-    return -finite_exp(log_rate - d, room=24) * F.softplus(z + d)  # its gradient has e^20
+    return -finite_exp(log_rate - d, ROOM) * F.softplus(z + d)
 
 
 class FixedDecay(DecayModule):
@@ -139,7 +147,7 @@ class SoftplusDecay(DecayModule):
         z, spec = biased(x, self.dt_bias), self.spec
         dt = F.softplus(z).clamp(spec.dt_floor, spec.dt_ceiling)
         if spec.limited:
-            log_decay = -finite_exp(self.A_log.to(z.dtype), room=24) * dt
+            log_decay = -finite_exp(self.A_log.to(z.dtype), ROOM) * dt
         else:
             log_decay = softplus_decay(z, self.A_log)
         return (log_decay, dt) if step_size else log_decay
@@ -194,7 +202,7 @@ class SoftplusVectorDecay(DecayModule):
     """Decay of Kimi Delta Attention (arXiv 2510.26692): log_decay [B, T, H, K] = −A softplus(W x + b), A per head; with
     a lower bound ℓ, ℓ σ(A (W x + b))."""
 
-    kind = "softplus-vector"
+    kind, takes_backend = "softplus-vector", True
 
     def build(self) -> None:
         self.in_features = self.spec.projected(self.num_heads, self.key_dim)
@@ -210,11 +218,14 @@ class SoftplusVectorDecay(DecayModule):
             self.A_log.zero_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor) -> Tensor:
-        z, bound = biased(self._heads(self.up(x)), self.dt_bias), self.spec.lower_bound
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
+        z, bound = self._heads(self.up(x)), self.spec.lower_bound
+        if bound is None and elementwise.computes(backend, z):
+            return elementwise.SoftplusDecay.apply(z, self.dt_bias, self.A_log, FAR, largest(torch.float32, ROOM))
+        z = biased(z, self.dt_bias)
         if bound is None:
             return softplus_decay(z, self.A_log)
-        return bound * torch.sigmoid(finite_exp(self.A_log.to(z.dtype), room=24)[:, None] * z)
+        return bound * torch.sigmoid(finite_exp(self.A_log.to(z.dtype), ROOM)[:, None] * z)
 
 
 class Decays(Stage):
@@ -239,10 +250,11 @@ class Decays(Stage):
         return {"decay": mixer.spec.decay.kind}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
+        options = {"backend": mixer.backend} if mixer.decay.takes_backend else {}
         if mixer.spec.decay.kind in STEPPED:
             t.log_decay, t.dt = t.sequences.tokenwise(mixer.decay, t.parts["decay"], step_size=True)
         else:
-            t.log_decay = t.sequences.tokenwise(mixer.decay, t.parts["decay"])
+            t.log_decay = t.sequences.tokenwise(mixer.decay, t.parts["decay"], **options)
 
 
 DECAYS: Table[type[DecayModule]] = Table("decays", {decay.kind: decay for decay in DecayModule.__subclasses__()})

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ops.backends.triton import elementwise
 from ...ops.call import accumulator
 from ..rotary import angles, frequencies, rotate
 from .stage import Stage, Tokens
@@ -64,7 +65,10 @@ class QKNorm(Stage):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         norm = QK_NORMS[mixer.spec.inputs.qk_norm]
-        t.q, t.k = norm(t.q), norm(t.k)
+        if norm is l2_norm and elementwise.computes(mixer.backend, t.q):
+            t.q, t.k = elementwise.L2Norm.apply(t.q, EPS), elementwise.L2Norm.apply(t.k, EPS)
+        else:
+            t.q, t.k = norm(t.q), norm(t.k)
 
 
 class Rotate(Stage):
@@ -83,7 +87,7 @@ class Rotate(Stage):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         turn = angles(t.positions, mixer.rope, mixer.rope_theta, mixer.K)
-        t.q, t.k = rotate(t.q, turn), rotate(t.k, turn)
+        t.q, t.k = rotate(t.q, turn, mixer.backend), rotate(t.k, turn, mixer.backend)
 
 
 class RotateFirst(Rotate):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from ...ops.call import accumulator
 from ...spec.read import HEAD_NORMS, WIDE_NORMS
 from ..base import SelfInitialized
+from ..gates import silu_product
 from .competition import gates_query
 from .stage import Stage, Tokens, refuse_changes
 
-GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "sigmoid": torch.sigmoid}
 GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
 # The lower bounds of the norms, which are the epsilons of PyTorch's F.normalize and nn.LayerNorm.
 NORM_FLOORS = {"l2": 1e-12, "layer": 1e-5**0.5}
@@ -123,7 +123,11 @@ class Gate(Stage):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         logits = t.sequences.tokenwise(mixer.gate, t.parts["gate"])
-        t.out = t.out * GATES[mixer.gate.activation](logits)
+        if mixer.gate.activation == "silu":
+            product = silu_product(t.out.flatten(-2), logits.flatten(-2), mixer.backend)
+            t.out = product.unflatten(-1, t.out.shape[-2:])
+        else:
+            t.out = t.out * torch.sigmoid(logits)
 
 
 class GateFirst(Gate):

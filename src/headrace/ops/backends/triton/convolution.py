@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....utils.device import interpreted, is_hopper
+from ....utils.device import interpreted
 from ... import derivatives
 from ...autograd import define
 from ...call import like
@@ -21,11 +21,6 @@ WIDEST = 8
 ROWS, CHANNELS, TILES = 32, 64, 8  # of a tile; tiles of a program of the backward
 INPUTS = "Tensor x, Tensor weight, Tensor? bias, Tensor? cu_seqlens, bool silu"
 KEY = "CompositeExplicitAutograd"
-
-
-def chosen(backend: str, x: Tensor) -> bool:
-    """Whether the layer's backend is this one; "auto" is, on GPUs that have run the kernels."""
-    return backend == "triton" or (backend == "auto" and x.is_cuda and missing() is None and is_hopper(x.device))
 
 
 def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:

@@ -1,0 +1,131 @@
+"""What stands between a layer's products and its recurrence, by the backend "triton": the L2 norm of q and k, rotary
+positions, the decay per channel and products with SiLU. Each keeps its inputs alone. Compiled graphs do not have them:
+Inductor fuses what PyTorch computes with what stands beside it.
+
+Dimensions: B batch, T tokens, H heads, K channels per head, F frequencies, C channels.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....utils.device import interpreted
+from ...call import like
+from ...derivatives import first_order, has_address, transformed
+from .limits import DTYPES, chosen, missing
+
+NUMBERS = 2048  # of a program
+INSTEAD = "; expected backend='torch', which has all derivatives"
+
+
+def computes(backend: str, x: Tensor) -> bool:
+    """Whether these functions compute x [B, T, H, K] or [B, T, C] under a layer's backend; otherwise PyTorch does."""
+    if torch.compiler.is_compiling() or not chosen(backend, x) or transformed():
+        return False
+    here = missing() is None and (x.is_cuda or interpreted()) and has_address(x)
+    fits = x.dim() == 3 or (x.dim() == 4 and x.shape[3] <= NUMBERS)
+    return here and fits and x.dtype in DTYPES and x.numel() > 0
+
+
+def over_heads(kernel: str, x: Tensor, *tensors: Tensor, **numbers: float) -> None:
+    """Launches a kernel of rows.py over the heads of x [B, T, H, K]; tensors: its other tensors, in order."""
+    B, T, H, K = x.shape
+    width = _power_of_2(K)
+    grid, sizes = -(-B * T * H * width // NUMBERS), {"total": B * T * H, "H": H, "K": K, "BK": width}
+    _launch(kernel, (grid,), {"x": x}, *tensors, R=NUMBERS // width, **sizes, **numbers)
+
+
+def over_tokens(kernel: str, x: Tensor, gate: Tensor, *tensors: Tensor) -> None:
+    """Launches a kernel of rows.py over the tokens of x and gate [B, T, C]; tensors: its other tensors, in order."""
+    B, T, C = x.shape
+    width = min(_power_of_2(C), NUMBERS)
+    _launch(kernel, (B * T, -(-C // width)), {"x": x[:, :, None], "gate": gate[:, :, None]}, *tensors, C=C, BC=width)
+
+
+def _power_of_2(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def _launch(kernel: str, grid: tuple[int, ...], strided: dict[str, Tensor], *tensors: Tensor, **numbers: float) -> None:
+    from . import rows
+    from .launch import one_stride, strides
+
+    given: dict[str, Any] = {name: one_stride(x) for name, x in strided.items()}
+    with torch.cuda.device_of(tensors[-1]):
+        getattr(rows, kernel)[grid](*given.values(), *tensors, **numbers, **strides(**given))
+
+
+class L2Norm(torch.autograd.Function):
+    """(x [B, T, H, K], eps) -> x / √(|x|² + eps)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.eps = eps
+        over_heads("l2_norm", x, y := like(x), eps=eps)
+        return y
+
+    @staticmethod
+    @first_order("the L2 norm of q and k", INSTEAD)
+    def backward(ctx: Any, d_y: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        over_heads("l2_norm_backward", x, d_y.contiguous(), d_x := like(x), eps=ctx.eps)
+        return d_x, None
+
+
+class Rotation(torch.autograd.Function):
+    """(x [B, T, H, K], cos and sin [B or 1, T, 1, F], which get no gradients) -> x, its first 2 F channels rotated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        F = cos.shape[-1]
+        over_heads("rotate", x, cos.contiguous(), sin.contiguous(), y := like(x), F=F, places=cos.numel() // F)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Any:
+        cos, sin = ctx.saved_tensors
+        return Rotation.apply(d_y, cos, -sin), None, None
+
+
+class SoftplusDecay(torch.autograd.Function):
+    """(x [B, T, H, K], bias [H K], log_rate [H], far, limit) -> log_decay [B, T, H, K], in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, log_rate: Tensor, far: float, limit: float) -> Tensor:
+        ctx.save_for_backward(x, bias, log_rate)
+        ctx.numbers = {"far": far, "limit": limit}
+        y = x.new_empty(x.shape, dtype=torch.float32)
+        over_heads("softplus_decay", x, bias.contiguous(), log_rate.contiguous(), y, **ctx.numbers)
+        return y
+
+    @staticmethod
+    @first_order("the decay per channel", INSTEAD)
+    def backward(ctx: Any, d_y: Tensor) -> Any:
+        x, bias, log_rate = ctx.saved_tensors
+        d_x, d_rates = like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        tensors = bias.contiguous(), log_rate.contiguous(), d_y.contiguous(), d_x, d_rates
+        over_heads("softplus_decay_backward", x, *tensors, **ctx.numbers)
+        d_bias = d_x.sum((0, 1), dtype=torch.float32).flatten()
+        return d_x, d_bias.to(bias.dtype), d_rates.sum((0, 1)).to(log_rate.dtype), None, None
+
+
+class SiLUProduct(torch.autograd.Function):
+    """(x, gate), both [B, T, C] -> x SiLU(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        over_tokens("silu_product", x, gate, y := like(x))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, d_y: Tensor) -> Any:
+        x, gate = ctx.saved_tensors
+        if torch.is_grad_enabled():  # under create_graph=True: what PyTorch can differentiate again
+            s = gate.sigmoid()
+            return d_y * gate * s, d_y * x * s * (1 + gate * (1 - s))
+        over_tokens("silu_product_backward", x, gate, d_y.contiguous(), d_x := like(x), d_gate := like(gate))
+        return d_x, d_gate

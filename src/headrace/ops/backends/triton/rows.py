@@ -1,0 +1,129 @@
+"""Kernels over the channels of a head: the L2 norm, rotary positions, and the decay −e^rate softplus(x + bias), with
+their gradients; and over all channels of a token, x SiLU(gate).
+
+A program over heads holds R rows [R, BK], a row being the K channels of one head of one token. x and the gate have a
+stride between tokens, all other tensors are contiguous. The backward computes the forward anew. Sums are in float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rows_of(total, H, K, R: tl.constexpr, BK: tl.constexpr):
+    """Returns of a program's rows their indices, heads and mask, and of their channels the indices and the mask."""
+    rows, channels = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, BK)
+    return rows, rows % H, channels, (rows < total)[:, None] & (channels < K)[None, :]
+
+
+@triton.jit
+def loaded(x, stride, rows, heads, channels, mask, H, K):
+    at = (rows // H * stride + heads * K)[:, None] + channels[None, :]
+    return tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["x_stride", "total"])
+def l2_norm(x, y, x_stride, total, H, K, eps, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr):
+    """Grid: (groups of R rows,). Writes y = x / √(|x|² + eps)."""
+    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
+    row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
+    row *= tl.rsqrt(tl.sum(row * row, 1) + eps)[:, None]
+    tl.store(y + rows[:, None] * K + channels[None, :], row.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "total"])
+def l2_norm_backward(
+    x, d_y, d_x, x_stride, total, H, K, eps, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Grid: (groups of R rows,). Writes d_x = (d_y − y (y · d_y)) / √(|x|² + eps)."""
+    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
+    row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
+    d_row = loaded(d_y, H * K, rows, heads, channels, mask, H, K)
+    inverse = tl.rsqrt(tl.sum(row * row, 1) + eps)[:, None]
+    row *= inverse
+    d_row = inverse * (d_row - row * tl.sum(row * d_row, 1)[:, None])
+    tl.store(d_x + rows[:, None] * K + channels[None, :], d_row.to(d_x.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "total", "places"])
+def rotate(
+    x, cos, sin, y, x_stride, total, H, K, F, places, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Grid: (groups of R rows,). Rotates channel i < F with channel i + F, token t by cos and sin [t mod places, F]."""
+    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
+    first, turned = channels < F, mask & (channels < 2 * F)[None, :]
+    other = tl.where(first, channels + F, channels - F)
+    at = (rows // H % places * F)[:, None] + tl.where(first, channels, other)[None, :]
+    c, s = tl.load(cos + at, mask=turned, other=1.0), tl.load(sin + at, mask=turned, other=0.0)
+    here = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
+    there = loaded(x, x_stride * ALIGN, rows, heads, other, turned, H, K)
+    result = here * c + tl.where(first[None, :], -there, there) * s
+    tl.store(y + rows[:, None] * K + channels[None, :], result.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def decayed(x, bias, rates, stride, rows, heads, channels, mask, H, K, far, limit):
+    """Returns (z, rate, log_decay) of a program's rows: see `softplus_decay` in layers/linear/decays.py. With d = how
+    far z is below `far`, rate is e^(A − d), at most e^limit, and log_decay = −rate softplus(z + d)."""
+    z = loaded(x, stride, rows, heads, channels, mask, H, K) + loaded(bias, 0, rows, heads, channels, mask, H, K)
+    A = tl.load(rates + heads).to(tl.float32)[:, None]
+    below = tl.maximum(far - z, 0.0)
+    e = tl.exp(-tl.abs(z + below))
+    s = e / (2 + e)  # log(1 + e) = 2 artanh(s), s ≤ 1/3; its series, since a GPU's logarithm has few digits near 1
+    t = s * s
+    series = 1 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13 + t / 15))))))
+    rate = tl.exp(tl.minimum(A - below, limit))
+    return z, A, rate, -rate * (tl.maximum(z + below, 0.0) + 2 * s * series)
+
+
+@triton.jit(do_not_specialize=["x_stride", "total"])
+def softplus_decay(
+    x, bias, rates, y, x_stride, total, H, K, far, limit, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Grid: (groups of R rows,). Writes y = log_decay."""
+    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
+    result = decayed(x, bias, rates, x_stride * ALIGN, rows, heads, channels, mask, H, K, far, limit)[3]
+    tl.store(y + rows[:, None] * K + channels[None, :], result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "total"])
+def softplus_decay_backward(
+    x, bias, rates, d_y, d_x, d_rates, x_stride, total, H, K, far, limit, R: tl.constexpr, BK: tl.constexpr,
+    ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (groups of R rows,). Writes d_x, and the gradient to the rate from each row alone, d_rates [total]."""
+    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
+    z, A, rate, result = decayed(x, bias, rates, x_stride * ALIGN, rows, heads, channels, mask, H, K, far, limit)
+    d_row = loaded(d_y, H * K, rows, heads, channels, mask, H, K)
+    d_rate = d_row * tl.where(A - tl.maximum(far - z, 0.0) <= limit, result, 0.0)
+    d_row = tl.where(z < far, d_rate, -rate * tl.sigmoid(z) * d_row)
+    tl.store(d_x + rows[:, None] * K + channels[None, :], d_row.to(d_x.dtype.element_ty), mask=mask)
+    tl.store(d_rates + rows, tl.sum(d_rate, 1), mask=rows < total)
+
+
+@triton.jit
+def of_token(x, stride, at, C):
+    return tl.load(x + tl.program_id(0).to(tl.int64) * stride + at, mask=at < C, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["x_stride", "gate_stride"])
+def silu_product(x, gate, y, x_stride, gate_stride, C, BC: tl.constexpr, ALIGN: tl.constexpr):
+    """Grid: (tokens, groups of BC channels). Writes y = x SiLU(gate)."""
+    at = tl.program_id(1) * BC + tl.arange(0, BC)
+    z = of_token(gate, gate_stride * ALIGN, at, C)
+    result = of_token(x, x_stride * ALIGN, at, C) * z * tl.sigmoid(z)
+    tl.store(y + tl.program_id(0).to(tl.int64) * C + at, result.to(y.dtype.element_ty), mask=at < C)
+
+
+@triton.jit(do_not_specialize=["x_stride", "gate_stride"])
+def silu_product_backward(
+    x, gate, d_y, d_x, d_gate, x_stride, gate_stride, C, BC: tl.constexpr, ALIGN: tl.constexpr
+):  # fmt: skip
+    """Grid: (tokens, groups of BC channels). Writes the gradients to x and to the gate."""
+    at = tl.program_id(1) * BC + tl.arange(0, BC)
+    z, d = of_token(gate, gate_stride * ALIGN, at, C), of_token(d_y, C, at, C)
+    s = tl.sigmoid(z)
+    d_z = d * of_token(x, x_stride * ALIGN, at, C) * s * (1 + z * (1 - s))
+    into = tl.program_id(0).to(tl.int64) * C + at
+    tl.store(d_x + into, (d * z * s).to(d_x.dtype.element_ty), mask=at < C)
+    tl.store(d_gate + into, d_z.to(d_gate.dtype.element_ty), mask=at < C)

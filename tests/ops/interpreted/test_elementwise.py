@@ -1,0 +1,130 @@
+"""The operators over the channels of a head against what PyTorch computes in float64: results and gradients."""
+
+import pytest
+import torch
+
+from headrace import InputError
+from headrace.layers.gates import silu_product
+from headrace.layers.linear import decays
+from headrace.layers.linear.features import EPS, l2_norm
+from headrace.layers.rotary import rotate
+from headrace.ops.backends.triton import elementwise
+from headrace.verification.verify import relative
+
+
+def results(function, *given):
+    """function(*given), and its gradients."""
+    given = [x.detach().requires_grad_() for x in given]
+    found = function(*given)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return found, *torch.autograd.grad((found.double() * weights).sum(), given)
+
+
+def agree(kernel, plain, *given, tolerance):
+    ours, exact = results(kernel, *given), results(plain, *(x.double() for x in given))
+    for found, expected, like in zip(ours, exact, [ours[0], *given], strict=True):
+        assert found.dtype == like.dtype and found.shape == expected.shape
+        assert relative(found.double(), expected) <= tolerance
+
+
+def side_by_side(B, T, H, K, dtype=torch.float32, scale=1.0):
+    """[B, T, H, K] as a view of more channels."""
+    torch.manual_seed(0)
+    return (scale * torch.randn(B, T, H * K + 5)).to(dtype)[..., : H * K].unflatten(-1, (H, K))
+
+
+SIZES = [(2, 5, 3, 48), (1, 1, 1, 3), (1, 70, 2, 128), (1, 2, 2, 700)]  # several programs, rows of one token
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_l2_norm(sizes):
+    agree(lambda x: elementwise.L2Norm.apply(x, EPS), l2_norm, side_by_side(*sizes), tolerance=1e-6)
+
+
+def agree_twice(kernel, plain, *given):
+    """The products of a second derivative and the arguments."""
+    wide = tuple(x.double() for x in given)
+    ours = torch.autograd.functional.vhp(lambda *x: kernel(*x).pow(3).sum(), given, given)[1]
+    exact = torch.autograd.functional.vhp(lambda *x: plain(*x).pow(3).sum(), wide, wide)[1]
+    assert all(relative(a.double(), b) <= 1e-5 for a, b in zip(ours, exact, strict=True))
+
+
+@pytest.mark.parametrize(("sizes", "F", "rows"), [((2, 5, 3, 48), 24, 1), ((2, 5, 3, 48), 10, 2), ((1, 1, 1, 3), 1, 1)])
+def test_rotation_and_its_second_derivative(sizes, F, rows):
+    """All channels and some of them, at the places of a batch and of each of its rows."""
+    x, angle = side_by_side(*sizes), torch.randn(rows, sizes[1], 1, F)
+    by = angle.cos(), angle.sin()
+    functions = lambda x: rotate(x, by, "triton"), lambda x: rotate(x, tuple(y.double() for y in by), "torch")
+    agree(*functions, x, tolerance=1e-6)
+    agree_twice(*functions, x)
+
+
+def test_angles_with_gradients_are_pytorchs():
+    x, angle = side_by_side(1, 4, 2, 8), torch.randn(1, 4, 2, 4, requires_grad=True)
+    y = rotate(x, (angle.cos(), angle.sin()), "triton")
+    assert torch.autograd.grad(y.square()[..., 0].sum(), angle)[0].count_nonzero()
+
+
+def plain_decay(x, bias, log_rate):
+    return decays.softplus_decay(decays.biased(x, bias), log_rate)
+
+
+def decay(x, bias, log_rate):
+    return elementwise.SoftplusDecay.apply(x, bias, log_rate, decays.FAR, decays.largest(torch.float32, decays.ROOM))
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_decay(sizes):
+    H, K = sizes[2:]
+    agree(decay, plain_decay, side_by_side(*sizes, scale=3.0), torch.randn(H * K), torch.randn(H), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 70), (1, 1, 1), (1, 3, 5000)], ids=str)
+def test_product_with_silu_and_its_second_derivative(sizes):
+    x, gate = (side_by_side(*sizes[:2], 1, sizes[2])[:, :, 0] for _ in range(2))
+    agree(elementwise.SiLUProduct.apply, silu_product, x, gate, tolerance=1e-6)
+    agree_twice(elementwise.SiLUProduct.apply, silu_product, x, gate)
+
+
+def test_bfloat16_is_rounded_once():
+    """And the bias has the sum of what was rounded."""
+    x, bias = side_by_side(1, 30, 2, 32, torch.bfloat16), torch.randn(64)
+    agree(lambda x: elementwise.L2Norm.apply(x, EPS), l2_norm, x, tolerance=2**-8)
+    agree(decay, plain_decay, x, bias, torch.randn(2), tolerance=2**-8)
+    x, gate = x.flatten(-2), x.flip(1).flatten(-2)
+    agree(elementwise.SiLUProduct.apply, silu_product, x, gate, tolerance=2**-8)
+
+
+def test_decay_where_rate_or_step_size_overflows():
+    """Each number and gradient is PyTorch's, those beyond e^64 included. The error is that of an exponent of 250."""
+    A = torch.tensor([-3.0, 2.0, 39.0, 41.0, 60.0, 100.0, 150.0])
+    z = torch.tensor([-250.0, -151.0, -104.0, -60.0, -41.0, -40.0, -39.0, -20.0, -5.0, 0.0, 5.0, 15.0])
+    x, bias = z.expand(1, 1, len(A), -1), torch.zeros(len(A) * len(z))
+    found = results(decay, x, bias, A)
+    for ours, plain in zip(found, results(plain_decay, x, bias, A), strict=True):
+        torch.testing.assert_close(ours, plain, rtol=500 * torch.finfo(torch.float32).eps, atol=1e-38)
+
+
+def test_second_derivatives_are_refused():
+    x = side_by_side(1, 2, 1, 4).requires_grad_()
+    y = elementwise.L2Norm.apply(x, EPS)
+    with pytest.raises(InputError, match="L2 norm of q and k has no second derivative"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+def test_transforms_and_compiled_graphs_have_pytorchs_operators():
+    x, seen = side_by_side(1, 2, 1, 4), []
+
+    def inside(x):
+        seen.append(elementwise.computes("triton", x))
+        return x
+
+    assert (
+        elementwise.computes("triton", x)
+        and not elementwise.computes("torch", x)
+        and not elementwise.computes("auto", x)
+    )
+    assert not elementwise.computes("triton", x.double())
+    torch.func.vmap(inside)(x)
+    torch.compile(inside, backend="eager", fullgraph=True)(x)
+    assert seen == [False, False]
