@@ -159,7 +159,7 @@ def assert_gradients_keep_their_digits(arguments, settings, **options):
     """Every gradient in float32, each head and channel relative to its own norm, is as near that of the loop in float64
     as the loop in float32 is: by the same conditioning, however small a decay makes a gradient.
 
-    The floor is what differences of sums lose under −4 a token (ops/backends/torch/halves.py)."""
+    The floor is what differences of sums lose under −4 a token (`block_of` in extra/dplr.py)."""
     given, results = detached(arguments), []
     for op, dtype in (
         (by_literal, torch.float64), (by_literal, torch.float32), (partial(linear_attention, **settings), torch.float32)

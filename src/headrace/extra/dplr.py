@@ -11,12 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.backends.torch.halves import LEAST, block_of
 from ..ops.derivatives import transformed
 from ..ops.sequences import avoid_sync
 from ..utils.device import float64
 from .chunks import carry
 
+LEAST = -1000.0  # lower bound of log_decay: e^LEAST is 0 in float64, and −∞ would give NaN differences of sums
+LONGEST, MOST = 16, 64.0  # tokens of a block, and the largest exponent in it
 Levels = list[tuple[Tensor, Tensor]]  # factors of the decay of readers and writers, [M, H, blocks, tokens, K]
 
 
@@ -78,6 +79,16 @@ def decays(G: Tensor, base: int, exp: Callable[[Tensor], Tensor]) -> Levels:
     blocks = G.unflatten(2, (-1, base))
     middle = blocks[..., (base - 1) // 2, None, :]
     return [(exp(blocks - middle), exp(middle - blocks)), *decays_between(G, base, exp)]
+
+
+def block_of(log_decay: Tensor) -> int:
+    """Returns the base of `decays`: LONGEST if no decay over so many tokens can exceed e^MOST, else 1, also if a decay
+    is NaN, so that the NaN affects no earlier token.
+
+    There is nothing between: in a block of 4 tokens, decays of −16 a token do not overflow, but the gradient to them
+    is a difference of sums whose terms are up to e^16 times as large."""
+    low, high = log_decay.aminmax() if log_decay.numel() else (log_decay.new_zeros(()),) * 2
+    return LONGEST if float(torch.maximum(-low, high)) * LONGEST <= MOST else 1
 
 
 def decays_between(G: Tensor, base: int, exp: Callable[[Tensor], Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -10,7 +10,6 @@ queries has r·C rows in a tile: the C tokens of the first query of a group, the
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from ...call import Call, accumulator, product
 from ...checks import check_bounds
 from .decay import NoDecay, ScalarDecay, VectorDecay, block_length
-from .halves import HalvedDecay, block_of
 
 
 class Grid(NamedTuple):
@@ -175,7 +173,7 @@ class Tiles(NamedTuple):
     d_out: Any
     factor: Any
     delta: bool
-    kind: Callable[..., NoDecay]
+    kind: type[NoDecay]
 
     @classmethod
     def of(cls, call: Call, chunks: Chunks, d_out: Tensor | None = None) -> "Tiles":
@@ -205,8 +203,8 @@ class Tiles(NamedTuple):
         return self.kind(torch.cat([q, self.k], 1) if self.delta else q, y, self.log_decay, self.delta)
 
 
-def kind_of(log_decay: Tensor | None) -> Callable[..., NoDecay]:
+def kind_of(log_decay: Tensor | None) -> type[NoDecay]:
     """Returns the class of a decay None, [B, T, H] or [B, T, H, K]."""
-    if log_decay is None or log_decay.dim() == 3:
-        return NoDecay if log_decay is None else ScalarDecay
-    return VectorDecay if at_once(log_decay.device) else partial(HalvedDecay, base=block_of(log_decay))
+    if log_decay is None:
+        return NoDecay
+    return ScalarDecay if log_decay.dim() == 3 else VectorDecay
