@@ -13,7 +13,7 @@ import triton
 import dry
 import gpu_tables
 from headrace import Mixer, linear_attention
-from headrace.ops.backends.triton import block_sizes, op
+from headrace.ops.backends.triton import block_sizes, elementwise, op
 from headrace.ops.call import Call
 from headrace.ops.dispatch import BACKENDS
 from peers import FAMILIES
@@ -148,6 +148,7 @@ def test_auto_takes_the_kernels_on_gpus_that_have_run_them(gpu, takes):
     q = torch.zeros(1, 4, 2, 16)
     with dry.gpu(gpu):
         assert op.BACKEND.on_request(Call(q, q, q)) != takes
+        assert elementwise.computes("auto", q) == takes and not elementwise.computes("torch", q)
     assert [*BACKENDS].index("triton") < [*BACKENDS].index("fla")
 
 
