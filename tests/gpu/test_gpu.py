@@ -13,7 +13,6 @@ from equation import DECAYS, by_literal, detached, inputs
 from headrace import InputError, linear_attention, set_backend, step, zoo
 from headrace.hf import HeadraceForCausalLM, generation
 from headrace.layers.blocks.block import Block, Sizes
-from headrace.layers.gates import silu_product
 from headrace.layers.linear import decays, features
 from headrace.layers.rotary import rotate
 from headrace.ops.backends.triton import elementwise
@@ -146,11 +145,10 @@ def test_packed_sequences_match_the_reference(device, backend, rule):
 def between_products(x, gate, bias, angle, backend):
     """What stands between a layer's products and its recurrence."""
     by, rates = (angle.cos(), angle.sin()), bias[: x.shape[2]]
-    rotated, product = rotate(x, by, backend), silu_product(x.flatten(-2), gate, backend)
+    rotated, product = rotate(x, by, backend), elementwise.silu_product(x.flatten(-2), gate, backend)
     if backend == "torch":
         return rotated, product, features.l2_norm(x), decays.softplus_decay(decays.biased(x, bias), rates)
-    limit = decays.largest(torch.float32, decays.ROOM)
-    decay = elementwise.SoftplusDecay.apply(x, bias, rates, decays.FAR, limit)
+    decay = elementwise.SoftplusDecay.apply(x, bias, rates)
     return rotated, product, elementwise.L2Norm.apply(x, features.EPS), decay
 
 

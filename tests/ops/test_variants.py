@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 from attention_layers import D, H, agree, heads, layer, randomized
 from headrace import zoo
-from headrace.layers.linear.features import FEATURE_MAPS, sum_norm
+from headrace.extra.fast_weights import sum_norm
+from headrace.layers.linear.features import FEATURE_MAPS
 from headrace.verification.verify import relative
 from tiny import covering
 

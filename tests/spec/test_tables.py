@@ -12,6 +12,7 @@ import headrace
 from headrace import InputError, zoo
 from headrace.extra.specs import matrix, scan
 from headrace.layers.linear.decays import DECAYS
+from headrace.layers.linear.features import FEATURE_MAPS, QK_NORMS
 from headrace.layers.linear.mixer import LinearMixer
 from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
@@ -26,7 +27,7 @@ TABLES = {
     table.name: table
     for table in (
         *zoo.TABLES.values(), zoo.MODELS, serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS,
-        stack.SHARED, linear.RULES, linear.LAYERS, DECAYS, STAGES, TOKENS, PLUGGED,
+        stack.SHARED, linear.RULES, linear.LAYERS, DECAYS, FEATURE_MAPS, QK_NORMS, STAGES, TOKENS, PLUGGED,
     )
 }  # fmt: skip
 

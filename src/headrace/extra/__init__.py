@@ -10,6 +10,8 @@ tables.offer("headrace.extra.slots", matrices=("gsa", "abc"), matrix_kinds=("gsa
 tables.offer(
     "headrace.extra.log_linear", linear=("log-linear-mamba2", "log-linear-gated-deltanet"), types=("log-linear",)
 )
+tables.offer("headrace.extra.fast_weights", feature_maps=("dpfp-1", "dpfp-2", "dpfp-3"), qk_norms=("sum",))
+tables.offer("headrace.extra.fixed_decays", decays=("xpos", "slopes"))
 tables.offer("headrace.extra.mesa", linear=("mesa",), types=("mesa",))
 tables.offer("headrace.extra.hgrn2", stages=("complement-key",))
 tables.offer("headrace.extra.taylor", linear=("taylor-softmax", "based"), stages=("taylor",))

@@ -16,7 +16,7 @@ from ..spec.record import require_bools
 from ..utils.errors import InputError, did_you_mean
 from .backends.base import OPERATIONS
 from .backends.torch.step import recurrent
-from .call import TOKENWISE, Call, accumulator
+from .call import Call, accumulator
 from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes, check_values, require
 from .dispatch import BACKENDS, choose, refuse_recurrent, unavailable
 from .parallel.context import ShardBoundaries, current, over_processes
@@ -251,7 +251,7 @@ def step(
     call = _checked(Call(*tensors, state, bonus, normalize=normalize), rule, scale, ("B",))
     written = state if in_place else None
     if written is not None or out is not None:
-        check_written(written, out, dict(zip((*TOKENWISE, "state", "bonus"), call.tensors, strict=True)))
+        check_written(written, out, call)
     kernel = choose("step", backend, call)
     prepared = kernel.prepare(call) if key and kernel.prepare is not None else None
     if prepared is not None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from .backends.base import Prepared
 from .backends.native import library as native
-from .call import TOKENWISE, Call
+from .call import Call
 from .checks import check_scale
 from .derivatives import transformed
 from .written import check_written
@@ -89,7 +89,7 @@ class Step:
         written = [x for x in (into, out) if x is not None]
         versioned = [x for x in written if not x.is_inference()]
         if written and (into is None or places not in self.apart or len(versioned) < len(written)):
-            self._check(places, dict(zip((*TOKENWISE, "state"), (*tensors, state), strict=True)), into, out)
+            self._check(places, Call(*tensors, state), into, out)  # type: ignore[call-arg, arg-type]
         native.check(native.library.hr_step_at(packed, _ADDRESSES.pack(*places)))
         # Tells autograd, which may have saved one of these tensors for a backward, that the tensors have changed.
         increment_version(versioned)
@@ -101,8 +101,8 @@ class Step:
         native.SCALE.pack_into(packed, native.SCALE_AT, scale)
         return bytes(packed)
 
-    def _check(self, places: tuple[int, ...], tensors: dict, into: Tensor | None, out: Tensor | None) -> None:
-        check_written(into, out, tensors)
+    def _check(self, places: tuple[int, ...], call: Call, into: Tensor | None, out: Tensor | None) -> None:
+        check_written(into, out, call)
         if len(self.apart) >= MANY:
             self.apart.clear()
         self.apart.add(places)

@@ -6,21 +6,18 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import InputError
-from .call import Call, accumulator
+from .call import TOKENWISE, Call, accumulator
 from .checks import check_tensor, require
 from .derivatives import has_address, transformed
 
 
-def check_written(state: Tensor | None, out: Tensor | None, tensors: dict[str, Tensor | None]) -> None:
-    """Checks the tensors that a call of `step` writes: the state with in_place=True, and out.
-
-    tensors: its other arguments by name."""
+def check_written(state: Tensor | None, out: Tensor | None, call: Call) -> None:
+    """Checks the tensors that a call of `step` writes: the state with in_place=True, and out."""
     written = {name: x for name, x in (("state", state), ("out", out)) if x is not None}
-    q, k, v = (tensors[name] for name in "qkv")
-    assert q is not None and k is not None and v is not None
+    tensors, v = dict(zip((*TOKENWISE, "state", "bonus"), call.tensors, strict=True)), call.v
     for name, x in written.items():
         check_tensor(name, x)
-        dtype, shape = (v.dtype, Call(q, k, v).out_shape) if name == "out" else (accumulator(v), x.shape)
+        dtype, shape = (v.dtype, call.out_shape) if name == "out" else (accumulator(v), x.shape)
         if x.shape != shape:  # a sentence of a symbolic size would break a compiled graph
             raise InputError(f"{name} has shape {list(x.shape)}; expected {list(shape)}")
         require(x.dtype == dtype, f"{name} has dtype {x.dtype}; expected {dtype}, since it is written")

@@ -12,6 +12,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.triton.elementwise import silu_product
 from ...ops.checks import require
 from ...spec.attention import AttentionSpec
 from ...spec.record import NonNegativeFloat, PositiveFloat, PositiveInt, Record
@@ -19,7 +20,6 @@ from ...spec.serialize import Spec
 from ...spec.stack import MLPS, SHARED, BlockStyle, Layer, as_layers
 from .. import SoftmaxAttention, build
 from ..base import Mixer, named
-from ..gates import silu_product
 from ..norms import OffsetRMSNorm
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...ops.backends.native.program import UnsupportedError
 from ...ops.backends.triton import elementwise
+from ...ops.backends.triton.elementwise import FAR, ROOM
 from ...ops.call import accumulator
 from ...spec.decay import STEPPED, Decay
 from ...utils.device import float64
@@ -57,19 +58,10 @@ class DecayModule(SelfInitialized):
         return x.unflatten(-1, (self.num_heads, self.key_dim))
 
 
-FAR = -40.0  # softplus(z) is e^z to the last digit of a float64 below
-ROOM = 24  # for softplus(z), whose gradient to a low z + FAR has e^20
-
-
-def largest(dtype: torch.dtype, room: float) -> float:
-    """Returns the exponent of e^−room of the dtype's largest number, which is e^88 for float32."""
-    return math.log(torch.finfo(dtype).max) - room
-
-
 def finite_exp(x: Tensor, room: float = 8) -> Tensor:
-    """Returns e^x for the rate of a decay, at most e^`largest`. A memory that decays at a rate of e^60 keeps nothing
-    after one token, and ∞ · 0 would be NaN, also in a gradient."""
-    return x.clamp(max=largest(x.dtype, room)).exp()
+    """Returns e^x for the rate of a decay, at most e^−room of the dtype's largest number, which is e^88 for float32. A
+    memory that decays at a rate of e^60 keeps nothing after one token, and ∞ · 0 would be NaN, also in a gradient."""
+    return x.clamp(max=math.log(torch.finfo(x.dtype).max) - room).exp()
 
 
 def biased(x: Tensor, bias: Tensor) -> Tensor:
@@ -96,34 +88,6 @@ class FixedDecay(DecayModule):
     def forward(self, x: Tensor) -> Tensor:
         # Computed instead of stored, because a half-precision buffer would lose most digits.
         return torch.log1p(-torch.exp2(-5 - self.heads(x))).to(accumulator(x)).to(x.device)
-
-
-class SlopeDecay(DecayModule):
-    """Lightning Attention's decay: log_decay [H] = −rate · 2^(−8 (h + 1) / H), the slopes of ALiBi (arXiv 2501.08313,
-    section 2.2). In layer l of L, MiniMax-01 has the rate 1 − l / (L − 1); the default is 1 in all."""
-
-    kind = "slopes"
-
-    def forward(self, x: Tensor) -> Tensor:
-        slopes = torch.exp2(-8 * (self.heads(x) + 1) / self.num_heads)
-        return (-self.spec.rate * slopes).to(accumulator(x)).to(x.device)
-
-
-class XPosDecay(DecayModule):
-    """The decay of xPos: log_decay [B, T, H, K] = log(ζ_i) / 512, with ζ_i = (i / (K/2) + 0.4) / 1.4 for the rotary
-    pair of channels i and i + K/2 (arXiv 2212.10554, section 3).
-
-    xPos multiplies q at position n by ζ^{n/512} and k at position m by ζ^{−m/512}, which overflows for long sequences.
-    Their product ζ^{(n−m)/512} is a decay. xPos replaces RetNet's decay γ; both together would decay twice."""
-
-    kind = "xpos"
-    OFFSET, TOKENS = 0.4, 512
-
-    def forward(self, x: Tensor) -> Tensor:
-        half = self.key_dim // 2
-        zeta = (float64(torch.arange(half, device=x.device)) / half + self.OFFSET) / (1 + self.OFFSET)
-        log_decay = (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).to(x.device)
-        return log_decay.expand(*x.shape[:2], self.num_heads, -1)
 
 
 class SoftplusDecay(DecayModule):
@@ -221,7 +185,7 @@ class SoftplusVectorDecay(DecayModule):
     def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
         z, bound = self._heads(self.up(x)), self.spec.lower_bound
         if bound is None and elementwise.computes(backend, z):
-            return elementwise.SoftplusDecay.apply(z, self.dt_bias, self.A_log, FAR, largest(torch.float32, ROOM))
+            return elementwise.SoftplusDecay.apply(z, self.dt_bias, self.A_log)
         z = biased(z, self.dt_bias)
         if bound is None:
             return softplus_decay(z, self.A_log)
@@ -250,11 +214,10 @@ class Decays(Stage):
         return {"decay": mixer.spec.decay.kind}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        options = {"backend": mixer.backend} if mixer.decay.takes_backend else {}
-        if mixer.spec.decay.kind in STEPPED:
-            t.log_decay, t.dt = t.sequences.tokenwise(mixer.decay, t.parts["decay"], step_size=True)
-        else:
-            t.log_decay = t.sequences.tokenwise(mixer.decay, t.parts["decay"], **options)
+        steps = mixer.spec.decay.kind in STEPPED
+        options = {"step_size": True} if steps else {"backend": mixer.backend} if mixer.decay.takes_backend else {}
+        found = t.sequences.tokenwise(mixer.decay, t.parts["decay"], **options)
+        t.log_decay, t.dt = found if steps else (found, None)
 
 
 DECAYS: Table[type[DecayModule]] = Table("decays", {decay.kind: decay for decay in DecayModule.__subclasses__()})

@@ -4,7 +4,6 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key dimension per hea
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -13,18 +12,11 @@ from torch import Tensor
 
 from ...ops.backends.triton import elementwise
 from ...ops.call import accumulator
+from ...utils.tables import Table
 from ..rotary import angles, frequencies, rotate
 from .stage import Stage, Tokens
 
 EPS = 1e-6  # of both norms
-
-
-def dpfp(x: Tensor, shifts: int) -> Tensor:
-    """The deterministic parameter-free projection of arXiv 2102.11174, section 5.3: [..., K] -> [..., 2 K · shifts].
-
-    With r = relu([x, −x]), the features are the products of r and r rolled by 1, …, `shifts` positions."""
-    r = F.relu(torch.cat([x, -x], -1))
-    return torch.cat([r * r.roll(-i, -1) for i in range(1, shifts + 1)], -1)
 
 
 def l2_norm(x: Tensor) -> Tensor:
@@ -33,17 +25,10 @@ def l2_norm(x: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def sum_norm(x: Tensor) -> Tensor:
-    """Returns x / (Σ x + 1e-6) over the last dimension, for x ≥ 0. The result has |x|² ≤ 1."""
-    wide = x.to(accumulator(x))
-    return (wide / (wide.sum(-1, keepdim=True) + EPS)).to(x.dtype)
-
-
-FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda x: x, "elu+1": lambda x: F.elu(x) + 1, "relu": F.relu, "silu": F.silu,
-    "dpfp-1": partial(dpfp, shifts=1), "dpfp-2": partial(dpfp, shifts=2), "dpfp-3": partial(dpfp, shifts=3),
-}  # fmt: skip
-QK_NORMS: dict[str, Callable[[Tensor], Tensor]] = {"l2": l2_norm, "sum": sum_norm}  # without weights
+FEATURE_MAPS: Table[Callable[[Tensor], Tensor]] = Table(
+    "feature_maps", {"identity": lambda x: x, "elu+1": lambda x: F.elu(x) + 1, "relu": F.relu, "silu": F.silu}
+)
+QK_NORMS: Table[Callable[[Tensor], Tensor]] = Table("qk_norms", {"l2": l2_norm})  # without weights
 
 
 class FeatureMap(Stage):
@@ -60,7 +45,7 @@ class FeatureMap(Stage):
 class QKNorm(Stage):
     """The norm of q and k."""
 
-    field, values = "inputs.qk_norm", tuple(QK_NORMS)
+    field, values = "inputs.qk_norm", ("l2", "sum")
     kinds = ("qk_norm",)
 
     def __call__(self, mixer: Any, t: Tokens) -> None:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.triton.elementwise import silu_product
 from ...ops.call import accumulator
 from ...spec.read import HEAD_NORMS, WIDE_NORMS
 from ..base import SelfInitialized
-from ..gates import silu_product
 from .competition import gates_query
 from .stage import Stage, Tokens, refuse_changes
 
@@ -123,11 +123,8 @@ class Gate(Stage):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         logits = t.sequences.tokenwise(mixer.gate, t.parts["gate"])
-        if mixer.gate.activation == "silu":
-            product = silu_product(t.out.flatten(-2), logits.flatten(-2), mixer.backend)
-            t.out = product.unflatten(-1, t.out.shape[-2:])
-        else:
-            t.out = t.out * torch.sigmoid(logits)
+        is_silu = mixer.gate.activation == "silu"
+        t.out = silu_product(t.out, logits, mixer.backend) if is_silu else t.out * torch.sigmoid(logits)
 
 
 class GateFirst(Gate):

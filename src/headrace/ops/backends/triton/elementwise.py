@@ -5,9 +5,11 @@ Inductor fuses what PyTorch computes with what stands beside it.
 Dimensions: B batch, T tokens, H heads, K channels per head, F frequencies, C channels.
 """
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ....utils.device import interpreted
@@ -16,6 +18,9 @@ from ...derivatives import first_order, has_address, transformed
 from .limits import DTYPES, chosen, missing
 
 NUMBERS = 2048  # of a program
+FAR = -40.0  # softplus(z) is e^z to the last digit of a float64 below
+ROOM = 24  # of a rate e^A, below the largest number, for softplus(z), whose gradient to a low z − FAR has e^20
+LIMITS = {"far": FAR, "limit": math.log(torch.finfo(torch.float32).max) - ROOM}
 INSTEAD = "; expected backend='torch', which has all derivatives"
 
 
@@ -28,23 +33,26 @@ def computes(backend: str, x: Tensor) -> bool:
     return here and fits and x.dtype in DTYPES and x.numel() > 0
 
 
+def silu_product(x: Tensor, gate: Tensor, backend: str = "auto") -> Tensor:
+    """Returns x SiLU(gate) for x and gate [B, T, C] or [B, T, H, K], by PyTorch where no kernel computes it."""
+    if x.shape == gate.shape and x.dtype == gate.dtype and computes(backend, x):
+        return SiLUProduct.apply(x, gate)
+    return x * F.silu(gate)
+
+
 def over_heads(kernel: str, x: Tensor, *tensors: Tensor, **numbers: float) -> None:
     """Launches a kernel of rows.py over the heads of x [B, T, H, K]; tensors: its other tensors, in order."""
-    B, T, H, K = x.shape
-    width = _power_of_2(K)
+    (B, T, H, K), width = x.shape, 1 << (x.shape[3] - 1).bit_length()
     grid, sizes = -(-B * T * H * width // NUMBERS), {"total": B * T * H, "H": H, "K": K, "BK": width}
     _launch(kernel, (grid,), {"x": x}, *tensors, R=NUMBERS // width, **sizes, **numbers)
 
 
 def over_tokens(kernel: str, x: Tensor, gate: Tensor, *tensors: Tensor) -> None:
-    """Launches a kernel of rows.py over the tokens of x and gate [B, T, C]; tensors: its other tensors, in order."""
-    B, T, C = x.shape
-    width = min(_power_of_2(C), NUMBERS)
-    _launch(kernel, (B * T, -(-C // width)), {"x": x[:, :, None], "gate": gate[:, :, None]}, *tensors, C=C, BC=width)
-
-
-def _power_of_2(size: int) -> int:
-    return 1 << (size - 1).bit_length()
+    """Launches a kernel of rows.py over the tokens of x and gate [B, T, ·]; tensors: its other tensors, in order."""
+    given = {"x": x.flatten(2)[:, :, None], "gate": gate.flatten(2)[:, :, None]}
+    B, T, _, C = given["x"].shape
+    width = min(1 << (C - 1).bit_length(), NUMBERS)
+    _launch(kernel, (B * T, -(-C // width)), given, *tensors, C=C, BC=width)
 
 
 def _launch(kernel: str, grid: tuple[int, ...], strided: dict[str, Tensor], *tensors: Tensor, **numbers: float) -> None:
@@ -80,8 +88,8 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        F = cos.shape[-1]
-        over_heads("rotate", x, cos.contiguous(), sin.contiguous(), y := like(x), F=F, places=cos.numel() // F)
+        n = cos.shape[-1]
+        over_heads("rotate", x, cos.contiguous(), sin.contiguous(), y := like(x), F=n, places=cos.numel() // n)
         return y
 
     @staticmethod
@@ -91,14 +99,13 @@ class Rotation(torch.autograd.Function):
 
 
 class SoftplusDecay(torch.autograd.Function):
-    """(x [B, T, H, K], bias [H K], log_rate [H], far, limit) -> log_decay [B, T, H, K], in float32."""
+    """(x [B, T, H, K], bias [H K], log_rate [H]) -> −e^log_rate softplus(x + bias) [B, T, H, K], in float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, log_rate: Tensor, far: float, limit: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor, log_rate: Tensor) -> Tensor:
         ctx.save_for_backward(x, bias, log_rate)
-        ctx.numbers = {"far": far, "limit": limit}
         y = x.new_empty(x.shape, dtype=torch.float32)
-        over_heads("softplus_decay", x, bias.contiguous(), log_rate.contiguous(), y, **ctx.numbers)
+        over_heads("softplus_decay", x, bias.contiguous(), log_rate.contiguous(), y, **LIMITS)
         return y
 
     @staticmethod
@@ -107,13 +114,13 @@ class SoftplusDecay(torch.autograd.Function):
         x, bias, log_rate = ctx.saved_tensors
         d_x, d_rates = like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
         tensors = bias.contiguous(), log_rate.contiguous(), d_y.contiguous(), d_x, d_rates
-        over_heads("softplus_decay_backward", x, *tensors, **ctx.numbers)
+        over_heads("softplus_decay_backward", x, *tensors, **LIMITS)
         d_bias = d_x.sum((0, 1), dtype=torch.float32).flatten()
-        return d_x, d_bias.to(bias.dtype), d_rates.sum((0, 1)).to(log_rate.dtype), None, None
+        return d_x, d_bias.to(bias.dtype), d_rates.sum((0, 1)).to(log_rate.dtype)
 
 
 class SiLUProduct(torch.autograd.Function):
-    """(x, gate), both [B, T, C] -> x SiLU(gate)."""
+    """(x, gate), both [B, T, C] or [B, T, H, K] -> x SiLU(gate)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:

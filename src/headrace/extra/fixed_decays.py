@@ -1,0 +1,42 @@
+"""The decays of Lightning Attention and of xPos, the same for all tokens.
+
+Dimensions: B batch, T tokens, H heads, K key dimension per head.
+"""
+
+import torch
+from torch import Tensor
+
+from ..layers.linear.decays import DECAYS, DecayModule
+from ..ops.call import accumulator
+from ..utils.device import float64
+
+
+class SlopeDecay(DecayModule):
+    """Lightning Attention's decay: log_decay [H] = −rate · 2^(−8 (h + 1) / H), the slopes of ALiBi (arXiv 2501.08313,
+    section 2.2). In layer l of L, MiniMax-01 has the rate 1 − l / (L − 1); the default is 1 in all."""
+
+    kind = "slopes"
+
+    def forward(self, x: Tensor) -> Tensor:
+        slopes = torch.exp2(-8 * (self.heads(x) + 1) / self.num_heads)
+        return (-self.spec.rate * slopes).to(accumulator(x)).to(x.device)
+
+
+class XPosDecay(DecayModule):
+    """The decay of xPos: log_decay [B, T, H, K] = log(ζ_i) / 512, with ζ_i = (i / (K/2) + 0.4) / 1.4 for the rotary
+    pair of channels i and i + K/2 (arXiv 2212.10554, section 3).
+
+    xPos multiplies q at position n by ζ^{n/512} and k at position m by ζ^{−m/512}, which overflows for long sequences.
+    Their product ζ^{(n−m)/512} is a decay. xPos replaces RetNet's decay γ; both together would decay twice."""
+
+    kind = "xpos"
+    OFFSET, TOKENS = 0.4, 512
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.key_dim // 2
+        zeta = (float64(torch.arange(half, device=x.device)) / half + self.OFFSET) / (1 + self.OFFSET)
+        log_decay = (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).to(x.device)
+        return log_decay.expand(*x.shape[:2], self.num_heads, -1)
+
+
+DECAYS.update({decay.kind: decay for decay in (SlopeDecay, XPosDecay)})
