@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from equation import weighted_gradients
 from headrace.layers.linear.convolution import convolve
 from headrace.ops.backends.native import convolution
-from headrace.ops.backends.triton import convolution as triton
+from headrace.ops.backends.triton import limits
 from headrace.ops.sequences import Sequences
 from headrace.verification.verify import relative
 
@@ -107,6 +107,6 @@ def test_operator_passes_opcheck():
 
 
 def test_a_fake_tensor_of_a_gpu_needs_none(monkeypatch):
-    monkeypatch.setattr(triton, "missing", lambda: "it runs on a GPU, and PyTorch finds none")
+    monkeypatch.setattr(limits, "missing", lambda: "it runs on a GPU, and PyTorch finds none")
     with FakeTensorMode():
-        assert not triton.chosen("auto", torch.empty(1, 2, 3, device="cuda"))
+        assert not limits.chosen("auto", torch.empty(1, 2, 3, device="cuda"))
