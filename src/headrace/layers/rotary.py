@@ -16,13 +16,13 @@ from ..spec.attention import Rope
 from ..utils.device import float64
 
 DEFAULT = Rope()  # made here, as torch.compile cannot trace the checks of a spec
-Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F]
+Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F], or [B, T, heads, F] if each head has its own
 
 
 def rotate(x: Tensor, by: Angles, backend: str = "auto") -> Tensor:
     """Rotates the first 2 F channels of x [B, T, heads, K]: channel i < F with channel i + F."""
     cos, sin = (y.to(accumulator(x)).to(x.device) for y in by)
-    if elementwise.computes(backend, x) and not cos.requires_grad:
+    if cos.shape[2] == 1 and not cos.requires_grad and elementwise.computes(backend, x):
         return elementwise.Rotation.apply(x, cos, sin)
     half = cos.shape[-1]
     a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], -1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headrace import InputError
+from headrace import InputError, Mixer, zoo
 from headrace.layers.linear import decays
 from headrace.layers.linear.features import EPS, l2_norm
 from headrace.layers.rotary import rotate
@@ -56,6 +56,14 @@ def test_rotation_and_its_second_derivative(sizes, F, rows):
     functions = lambda x: rotate(x, by, "triton"), lambda x: rotate(x, tuple(y.double() for y in by), "torch")
     agree(*functions, x, tolerance=1e-6)
     agree_twice(*functions, x)
+
+
+@torch.no_grad()
+def test_angles_of_each_head_are_pytorchs():
+    """As Mamba-3 has them, whose angles have no gradient in evaluation."""
+    x, angle = side_by_side(2, 4, 3, 8), torch.randn(2, 4, 3, 4)
+    by = angle.cos(), angle.sin()
+    torch.testing.assert_close(rotate(x, by, "triton"), rotate(x, by, "torch"), rtol=0, atol=0)
 
 
 def test_angles_with_gradients_are_pytorchs():
@@ -127,3 +135,21 @@ def test_transforms_and_compiled_graphs_have_pytorchs_operators():
     torch.func.vmap(inside)(x)
     torch.compile(inside, backend="eager", fullgraph=True)(x)
     assert seen == [False, False]
+
+
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", [name for table in zoo.TABLES.values() for name in table])
+def test_every_mixer_computes_the_same_where_auto_chooses_the_kernels(name, train, monkeypatch):
+    """As on a Hopper GPU: outputs in evaluation, and with all gradients."""
+    torch.manual_seed(0)
+    layer = Mixer(name, hidden_size=32, num_heads=2).train(train)
+    x, found = torch.randn(2, 9, 32), []
+    for chosen in (elementwise.chosen, lambda backend, x: True):
+        monkeypatch.setattr(elementwise, "chosen", chosen)
+        with torch.set_grad_enabled(train):
+            y, _ = layer(leaf := x.clone().requires_grad_(train))
+        wanted = [leaf, *layer.parameters()] if train else []
+        gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True) if train else [x]
+        found.append((y, torch.cat([d.flatten() for d in gradients if d is not None])))  # some are differences
+    assert all(relative(ours.double(), plain.double()) <= 1e-5 for plain, ours in zip(*found, strict=True))
