@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map
 from headrace import zoo
 from headrace.convert.retrofit import retrofit
 from headrace.export.onnx import check_exportable
+from headrace.extra.moe import shares_of, within_groups
 from headrace.inspection.recorder import record
 from headrace.layers.base import tensors
 from headrace.layers.blocks.block import ACTIVATIONS, MLP, Block, Sizes
-from headrace.layers.blocks.moe import shares_of, within_groups
 from headrace.spec.attention import AttentionSpec
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer, Order
 from headrace.utils.errors import InputError

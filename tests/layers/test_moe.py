@@ -10,8 +10,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from attention_layers import agree
 from headrace import zoo
 from headrace.extra.clamped import ClampedExperts, ClampedMixture
+from headrace.extra.moe import MixtureOfExperts, Routing
 from headrace.extra.sparsemixer import NearExperts, NearMixture
-from headrace.layers.blocks.moe import MixtureOfExperts, Routing, balance_loss
 from headrace.ops.loss import IGNORED
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.training.parameters import parameter_groups
@@ -111,7 +111,7 @@ def test_no_token_is_dropped_when_one_expert_takes_all():
         experts.router.weight.zero_()[2] = 100
     assert experts(x).abs().sum(-1).min() > 0
     assert experts.routing.chosen.unique().tolist() == [2]
-    assert balance_loss(experts.routing).item() == pytest.approx(4, rel=1e-6), "as uneven as can be"
+    assert experts.routing.balance_loss().item() == pytest.approx(4, rel=1e-6), "as uneven as can be"
 
 
 def test_a_copy_has_no_routing():
@@ -129,7 +129,7 @@ def test_balance_loss_equals_mixtral(padding):
     mask = torch.ones(3, 9, dtype=torch.bool)
     mask[0, :4] = mask[2] = not padding
     theirs = load_balancing_loss_func((logits.flatten(0, 1),), 5, 2, mask.long() if padding else None)
-    close(balance_loss(Routing(shares, shares.topk(2).indices), mask if padding else None), theirs.double(), 1e-6)
+    close(Routing(shares, shares.topk(2).indices).balance_loss(mask if padding else None), theirs.double(), 1e-6)
 
 
 def test_balance_loss_is_added_in_training_only():
@@ -145,7 +145,7 @@ def test_balance_loss_is_added_in_training_only():
     assert routing is None, "what routers did is forgotten with the loss"
     model(input_ids=ids, attention_mask=mask)
     routing = model.model.backbone.layers[1].mlp.routing
-    close(ours - theirs, 10 * balance_loss(routing, mask.bool()))
+    close(ours - theirs, 10 * routing.balance_loss(mask.bool()))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -190,7 +190,7 @@ def test_accumulated_step_adds_the_balance_loss_once(name):
         paid = paid + model(ids[i : i + 1], **given).loss - plain(ids[i : i + 1], **given).loss
         model(ids[i : i + 1])
         routing = model.model.backbone.layers[1].mlp.routing
-        balances = balances + 10 * balance_loss(routing) * items[i] / items.sum()
+        balances = balances + 10 * routing.balance_loss() * items[i] / items.sum()
     close(paid, balances)
 
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from ..extra.moe import MixtureOfExperts
 from ..files.checks import check_weights, read_json
 from ..files.hub import ADAPTER, GGUF
 from ..hf.config import HeadraceConfig, check_generation
 from ..hf.model import HeadraceForCausalLM
-from ..layers.blocks.moe import MixtureOfExperts
 from ..ops.checks import require
 from ..spec.record import LARGEST
 from ..utils.errors import InputError, did_you_mean, reading

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from ..extra.latent import LatentAttention
 from ..extra.mamba3 import SoftplusRateDecay
+from ..extra.moe import MixtureOfExperts
 from ..extra.xielu import XIELU
 from ..layers.base import Mixer
-from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.mixer import LinearMixer
 
 

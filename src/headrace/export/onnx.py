@@ -20,11 +20,11 @@ from ..extra.capped import CappedAttention
 from ..extra.growing import GrowingAttention
 from ..extra.late_norm import LateNormAttention
 from ..extra.latent import LatentAttention
+from ..extra.moe import MixtureOfExperts
 from ..files.provenance import running
 from ..hf.model import HeadraceForCausalLM
 from ..layers.attention.attention import SoftmaxAttention
 from ..layers.base import ANY, INTEGERS, Mixer
-from ..layers.blocks.moe import MixtureOfExperts
 from ..layers.linear.mixer import LinearMixer
 from ..ops.dispatch import set_backend
 from ..utils.errors import InputError, require

@@ -1,17 +1,17 @@
 """The experts of gpt-oss (arXiv 2508.10925): projections and router have biases, and the gated unit has bounds."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.blocks.moe import MixtureOfExperts, Router
 from ..ops.checks import require
 from ..spec.record import PositiveFloat
 from ..spec.serialize import TYPES
 from ..spec.stack import Experts
+from .moe import MixtureOfExperts, Router
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ClampedExperts(Experts):
     limit: PositiveFloat = 7.0  # c, bound of the gate from above, and of u
     alpha: PositiveFloat = 1.702  # α, factor of the gate in its sigmoid
 
-    layer: ClassVar[str] = "headrace.extra.clamped.ClampedMixture"
+    layer = "headrace.extra.clamped.ClampedMixture"
 
 
 class BiasedRouter(Router):

@@ -4,15 +4,15 @@ Dimensions: B batch, T tokens, D hidden size, E experts, c experts per token.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..layers.blocks.moe import MixtureOfExperts, Routing
 from ..spec.record import NonNegativeFloat
 from ..spec.serialize import TYPES
 from ..spec.stack import Experts
+from .moe import MixtureOfExperts, Routing
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class NearExperts(Experts):
 
     near: NonNegativeFloat = 0.01  # see above
 
-    layer: ClassVar[str] = "headrace.extra.sparsemixer.NearMixture"
+    layer = "headrace.extra.sparsemixer.NearMixture"
 
     def _objections(self):
         yield from super()._objections()

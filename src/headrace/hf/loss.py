@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from ..layers.blocks.moe import balance_loss, routings
 from ..layers.packing import padding_mask
 from ..ops.checks import require
 from ..ops.loss import IGNORED, linear_cross_entropy, per_item
@@ -47,7 +46,8 @@ def experts_loss(
     model: Any, attention_mask: Tensor | None, labels: Any, shift_labels: Any = None, num_items_in_batch: Any = None
 ) -> Tensor | float:
     """The load-balancing loss of mixtures of experts, weighted by this batch's share of the items of a step."""
-    routed = routings(model)
+    taken = [module.take_routing() for module in model.modules() if getattr(module, "routes", False)]
+    routed = [routing for routing in taken if routing is not None]
     if not routed:
         return 0.0
     trained = not torch.is_grad_enabled() or routed[0].graded
@@ -56,6 +56,6 @@ def experts_loss(
     if attention_mask is not None:  # of rows, which may be packed
         attention_mask = attention_mask[:, attention_mask.shape[1] - targets.shape[1] :].reshape(shares.shape[:2])
     mask = padding_mask(attention_mask, shares, False)
-    losses = torch.stack([balance_loss(routing, mask) for routing in routed])
+    losses = torch.stack([routing.balance_loss(mask) for routing in routed])
     share = per_item((targets != IGNORED).sum().to(losses), targets, num_items_in_batch)
     return model.balance * losses.mean() * share

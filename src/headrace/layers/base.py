@@ -24,6 +24,12 @@ from .packing import padding_last, without_padding
 class SelfInitialized(nn.Module):
     """A module that initializes its own parameters in `reset_parameters`."""
 
+    routes = False  # whether tokens choose parts of the module, whose sizes and load then depend on all tokens
+
+    def initialize(self, std: float | None) -> None:
+        """Initializes the module in a model, whose weights have this standard deviation; None: their own."""
+        self.reset_parameters()
+
     def reset_parameters(self) -> None:
         """Initializes the module's own parameters and buffers, without those of its submodules."""
         raise TypeError(f"{type(self).__name__} does not define reset_parameters")

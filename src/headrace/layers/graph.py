@@ -14,7 +14,6 @@ from ..ops.checks import require
 from ..spec.record import Record
 from ..utils.device import may_round_float32
 from .base import tensors
-from .blocks.moe import MixtureOfExperts
 
 KEPT = frozenset(vars(nn.Module()))  # what PyTorch keeps in every module
 SCALARS = bool, int, float, str, torch.dtype, type(None), Record
@@ -116,7 +115,7 @@ def unsupported_reason(model: Any) -> str | None:
     for i, layer in enumerate(backbone.layers):
         if not layer.recurrent:
             return f"the state of layer {i} grows with the tokens"
-        if isinstance(layer.mlp, MixtureOfExperts):
+        if getattr(layer.mlp, "routes", False):
             return f"layer {i} is a mixture of experts, whose sizes depend on the tokens"
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks:

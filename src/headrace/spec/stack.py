@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from ..utils.errors import require_each
 from ..utils.tables import Table
@@ -12,7 +12,7 @@ from .record import NonNegativeFloat, PositiveFloat, PositiveInt, Record, requir
 from .serialize import TYPES, admitted
 
 Order = Literal["pre", "post", "branch", "both", "parallel", "parallel-joint"]
-MLPS: Table[str] = Table("mlps")  # layers of the MLPs that plug-ins have, as `Facts.layer`
+MLPS: Table[str] = Table("mlps")  # layers of plug-ins, as `Facts.layer`: MLPs by kind, and the experts
 SHARED: Table[str] = Table("shared_blocks")  # likewise: "block", that layers share, and their "adapters"
 
 
@@ -35,7 +35,11 @@ class Experts(Record):
     shared: PositiveInt | None = None  # width of an MLP of all tokens, which is added; None: there is none
     shared_gate: bool = False  # whether a sigmoid of a linear function of the token multiplies that MLP's output
     latent: PositiveInt | None = None  # size of a projection of the token that experts map; None: the token itself
-    layer: ClassVar[str] = ".blocks.moe.MixtureOfExperts"
+
+    @property
+    def layer(self) -> str:
+        """The layer, as `Facts.layer`."""
+        return MLPS["experts"]
 
     def _objections(self):
         chosen, count, groups, some, best = self.chosen, self.count, self.groups, self.chosen_groups, self.best

@@ -16,11 +16,11 @@ from ..convert.importing import cast
 from ..convert.linearize import attention_layers, linear_config, replaceable, with_linear_layers
 from ..data import PackedData
 from ..data.rows import ORDER, evenly_spaced, full_rows
+from ..extra.moe import MixtureOfExperts
 from ..extra.windowed import WindowedMixer
 from ..files.provenance import claim, defaults, release
 from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
-from ..layers.blocks.moe import MixtureOfExperts
 from ..ops.dispatch import set_backend
 from ..spec.serialize import to_json
 from ..utils.errors import InputError

@@ -21,7 +21,6 @@ from ..attention.attention import AttentionState
 from ..base import Carried, SelfInitialized, check_state, named
 from ..packing import count_tokens
 from .block import Block, Sizes, build_norm
-from .moe import MixtureOfExperts
 
 PIECE = 1024  # number of tokens per call in `prefill`
 
@@ -166,7 +165,7 @@ class Backbone(nn.Module):
     def recurrent(self) -> bool:
         """Whether tokens can be computed in pieces at no other cost: all states have a size that does not depend on the
         number of tokens, and there is no mixture of experts, whose load balance is defined over all tokens."""
-        return all(layer.recurrent and not isinstance(layer.mlp, MixtureOfExperts) for layer in self.layers)
+        return all(layer.recurrent and not getattr(layer.mlp, "routes", False) for layer in self.layers)
 
     def remember(self, other: Tensor, mask: Tensor | None = None) -> list[AttentionState]:
         """Returns the keys and values of the other sequence [B, L, D] for the cross-attention of each block. mask
@@ -184,7 +183,7 @@ def initialize(module: nn.Module, std: float | None = None) -> None:
         nn.init.normal_(module.weight, std=inputs**-0.5 if std is None else std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
-    elif isinstance(module, MixtureOfExperts):
-        module.reset_parameters(std)
-    elif isinstance(module, SelfInitialized | nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
+    elif isinstance(module, SelfInitialized):
+        module.initialize(std)
+    elif isinstance(module, nn.Conv1d | nn.RMSNorm | nn.LayerNorm):
         module.reset_parameters()

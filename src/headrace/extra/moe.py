@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.call import accumulator
-from ...spec.stack import Experts
-from ...utils.device import without_autocast
-from ..base import SelfInitialized
-from .widths import default_std
+from ..layers.base import SelfInitialized
+from ..layers.blocks.widths import default_std
+from ..ops.call import accumulator
+from ..spec.stack import MLPS, Experts
+from ..utils.device import without_autocast
 
 
 class Routing(NamedTuple):
@@ -23,6 +23,16 @@ class Routing(NamedTuple):
     shares: Tensor  # [B, T, E], scores of the experts, which sum to 1
     chosen: Tensor  # [B, T, c], indices of the chosen experts
     graded: bool = True  # whether the router was computed with gradients enabled
+
+    def balance_loss(self, mask: Tensor | None = None) -> Tensor:
+        """Returns the load-balancing loss E Σ_e f_e P_e (arXiv 2101.03961, equation 4).
+
+        f_e is the fraction of tokens that chose expert e, P_e its mean probability. The loss is c for a uniform load.
+        mask [B, T]: False marks padding, which is ignored; the loss of no token is 0."""
+        shares, chosen = (x.flatten(0, 1) if mask is None else x[mask] for x in self[:2])
+        often = F.one_hot(chosen, shares.shape[-1]).sum(1).to(shares.dtype)
+        often, shares = (x.sum(0) / max(len(x), 1) for x in (often, shares))
+        return len(shares) * (often * shares).sum()
 
 
 class Router(nn.Linear):
@@ -36,7 +46,7 @@ class Router(nn.Linear):
 
 class MixtureOfExperts(SelfInitialized):
     """Sum of the chosen experts' outputs, weighted with their scores. Experts have no capacity limit, so that no token
-    is dropped. In training, `routing` holds the routing of the last forward, for `balance_loss`.
+    is dropped. In training, `routing` holds the routing of the last forward, for its loss.
 
     The options of the router are those of Mixtral (arXiv 2401.04088) and DeepSeek-V3 (2412.19437, section 2.1.2), the
     experts on a projection of the token those of Nemotron-H.
@@ -51,6 +61,7 @@ class MixtureOfExperts(SelfInitialized):
         bias: whether the projections to and from the experts' input, if the spec has them, have biases.
     """
 
+    routes = True
     PARTS: tuple[str, ...] = ("up", "down")  # parameters that have a row for each expert
 
     def __init__(
@@ -76,6 +87,9 @@ class MixtureOfExperts(SelfInitialized):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"routing": None}  # what belongs to a graph has no copy
 
+    def initialize(self, std: float | None) -> None:
+        self.reset_parameters(std)
+
     @torch.no_grad()
     def reset_parameters(self, std: float | None = None) -> None:
         """std: standard deviation of the experts' initial weights; None: `widths.default_std`."""
@@ -94,6 +108,11 @@ class MixtureOfExperts(SelfInitialized):
             return y
         common = self.shared(x)
         return y + (common if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * common)
+
+    def take_routing(self) -> Routing | None:
+        """Returns the routing of the last forward in training, and forgets it."""
+        routing, self.routing = self.routing, None
+        return routing
 
     def route(self, x: Tensor) -> tuple[Routing, Tensor]:
         """x [B, T, D] -> (routing, the weights of the chosen experts [B, T, c])."""
@@ -143,22 +162,4 @@ def shares_of(scores: Tensor, eps: float = 0.0) -> Tensor:
     return scores / (scores.sum(-1, keepdim=True) + eps).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
-def balance_loss(routing: Routing, mask: Tensor | None = None) -> Tensor:
-    """Returns the load-balancing loss E Σ_e f_e P_e (arXiv 2101.03961, equation 4).
-
-    f_e is the fraction of tokens that chose expert e, P_e its mean probability. The loss is c for a uniform load. mask
-    [B, T]: False marks padding, which is ignored; the loss of no token is 0."""
-    shares, chosen = (x.flatten(0, 1) if mask is None else x[mask] for x in routing[:2])
-    often = F.one_hot(chosen, shares.shape[-1]).sum(1).to(shares.dtype)
-    often, shares = (x.sum(0) / max(len(x), 1) for x in (often, shares))
-    return len(shares) * (often * shares).sum()
-
-
-def routings(model: nn.Module) -> list[Routing]:
-    """Returns the routings of a model's last forward in training, and removes them from the modules."""
-    collected = []
-    for module in model.modules():
-        if isinstance(module, MixtureOfExperts) and module.routing is not None:
-            collected.append(module.routing)
-            module.routing = None
-    return collected
+MLPS["experts"] = f"{__name__}.MixtureOfExperts"
