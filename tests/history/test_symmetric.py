@@ -10,10 +10,10 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 
 from attention_layers import D, H, agree, d
 from headrace import layers, zoo
+from headrace.extra import gathered
 from headrace.history import models
 from headrace.history.layers import symmetric
 from headrace.history.layers.symmetric import random_blocks
-from headrace.layers.attention import gathered
 from headrace.spec import AttentionSpec, Pattern
 from headrace.verification.verify import relative
 from tiny import perturbed

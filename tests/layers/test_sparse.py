@@ -14,9 +14,9 @@ from transformers.models.longformer.modeling_longformer import LongformerSelfAtt
 
 from attention_layers import D, H, agree, d, layer, plain
 from headrace import zoo
+from headrace.extra import gathered
+from headrace.extra.pattern import CachedPlaces
 from headrace.history.layers.attention import reservoir
-from headrace.layers.attention import gathered
-from headrace.layers.attention.window import CachedPlaces
 from headrace.spec import AttentionSpec, Pattern
 from headrace.verification.verify import relative
 

@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from equation import detached, inputs, of_kind, skip_if_missing
 from headrace import InputError, linear_attention, step, zoo
+from headrace.extra.gathered import Groups, attend_gathered
 from headrace.extra.mesa import RidgeRead
 from headrace.extra.scan import Pack, packed_scan
 from headrace.extra.selective_scan import Operands, scan_tiles
 from headrace.history.layers.flash import flash_attention
 from headrace.layers import build
-from headrace.layers.attention.gathered import Groups, attend_gathered
 from headrace.layers.linear.convolution import convolve
 from headrace.layers.quantized import QuantizedLinear
 from headrace.ops.loss import linear_cross_entropy

@@ -43,6 +43,7 @@ tables.offer(
     stages=("memories", "values-of-memories", "sum-of-memories", "freeze"),
     rules=("competition.memories_per_head",),
 )
+tables.offer("headrace.extra.pattern", attention_layers=("pattern",))
 tables.offer("headrace.extra.attention_token", tokens=("headrace.layers.attention.attention.SoftmaxAttention",))
 tables.offer("headrace.extra.shared", shared_blocks=("block", "adapters"))
 tables.offer("headrace.extra.averages", stages=("value-gate", "over-length", "divide-detached", "divide-by-length"))

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
-from ..layers.attention.attention import AttentionState
-from ..layers.attention.window import WindowState
+from ..layers.attention.attention import AttentionState, WindowState
 from ..layers.base import ShiftState
 from ..layers.blocks.stack import PositionState
 from ..ops.checks import require

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers.attention.attention import SoftmaxAttention
-from ...layers.attention.window import CachedPlaces, WindowState
+from ...extra.pattern import CachedPlaces, attend_within
+from ...layers.attention.attention import SoftmaxAttention, WindowState
 from ...layers.rotary import Angles
 from ...ops.call import accumulator
 from ...ops.sequences import Sequences
@@ -62,8 +62,6 @@ class EarlyAttention(SoftmaxAttention):
     """SoftmaxAttention with `buckets`, `form="tiles"`, random blocks, and in an encoder with the symmetric form of
     patterns."""
 
-    places = ReservoirPlaces
-
     def __init__(self, spec: AttentionSpec, *, hidden_size: int, num_heads: int, causal: bool = True, **settings: Any):
         super().__init__(spec, hidden_size=hidden_size, num_heads=num_heads, causal=causal, **settings)
         if spec.buckets is not None:
@@ -93,14 +91,14 @@ class EarlyAttention(SoftmaxAttention):
     ) -> tuple[Tensor, WindowState | None]:  # fmt: skip
         """Also computes attention with the pattern in an encoder."""
         if self.causal:
-            return super()._attend_within(x, qkv, turn, state, sequences)
+            return attend_within(self, qkv, state, sequences, ReservoirPlaces)
         assert self.spec.pattern is not None
         B, T = x.shape[:2]
         if B * T == 0:
             return qkv[0], None
         q, k, v = (y.flatten(0, 1) for y in qkv)
         ends = torch.arange(0, B * T + 1, T, device=x.device) if sequences.bounds is None else sequences.bounds
-        softmax = SymmetricSoftmax(self.spec.pattern, self.bias, self._null)
+        softmax = SymmetricSoftmax(self.spec.pattern, self.bias, self.null)
         out = symmetric_attention(q, k, v, ends, softmax)
         tokens = global_tokens(self.spec.pattern, sequences.counts(), x.device)
         rows = torch.cat([t.rows.flatten() for t in tokens])

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...layers.attention.gathered import Places, attend_gathered
+from ...extra.gathered import Places, attend_gathered
+from ...extra.pattern import PatternSoftmax
 from ...layers.attention.sdpa import weigh
-from ...layers.attention.window import PatternSoftmax
 from ...spec.attention import Pattern
 from ...utils.device import kept_on_cpu
 

@@ -14,15 +14,14 @@ from torch.nn.utils.rnn import pad_sequence
 from ...ops.checks import require
 from ...ops.parallel.context import refuse_parts
 from ...ops.sequences import Sequences
-from ...spec.attention import AttentionSpec
+from ...spec.attention import LAYERS, AttentionSpec
 from ...utils.errors import InputError
-from ..base import ANY, SelfInitialized, check_input, check_state, may_write
+from ..base import ANY, SelfInitialized, check_input, check_state, may_write, named
 from ..maps import mixed, wanted, with_map
 from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
 from .sdpa import attend, attend_fading, forgotten, weigh
-from .window import CachedPlaces, PatternSoftmax, WindowState, window_attention
 
 
 class AttentionState(NamedTuple):
@@ -39,6 +38,14 @@ class AttentionState(NamedTuple):
         return valid_columns(self.k, self.valid).sum(1)
 
 
+class WindowState(NamedTuple):
+    """The keys, after rotation, and values that later tokens attend to with a pattern; zeros in free slots."""
+
+    k: Tensor  # [N, S, Hkv, d], S slots
+    v: Tensor  # [N, S, Hkv, d]
+    seen: Tensor  # [N], number of tokens so far
+
+
 class SoftmaxAttention(SelfInitialized):
     """Softmax attention (arXiv 1706.03762) with Llama's projections, rotary positions (arXiv 2104.09864), grouped
     key/value heads (arXiv 2305.13245) and the options of AttentionSpec.
@@ -51,7 +58,6 @@ class SoftmaxAttention(SelfInitialized):
         out_size: size of the output; None: hidden_size.
     """
 
-    places = CachedPlaces  # of the keys of a pattern
     weigh: Any = staticmethod(weigh)  # from logits to means of values
     q_norm: nn.Module | None
     k_norm: nn.Module | None
@@ -69,6 +75,7 @@ class SoftmaxAttention(SelfInitialized):
         self.spec, self.rope_theta, self.causal, self.hidden_size = spec, rope_theta, causal, hidden_size
         require(causal or not spec.forget, "forget=True is of causal attention; expected forget=False in an encoder")
         self.state_kind = AttentionState if spec.pattern is None else WindowState
+        self.within: Any = None if spec.pattern is None else named(LAYERS["pattern"])
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
         self.H, (self.head_dim, _) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
         self.rotary_dim = self.head_dim
@@ -214,7 +221,7 @@ class SoftmaxAttention(SelfInitialized):
         return rotate(q, (cos[:, first:], sin[:, first:])), rotate(k, (cos, sin))
 
     @property
-    def _null(self) -> bool | Tensor:
+    def null(self) -> bool | Tensor:
         return self.spec.null is True if self.sinks is None else self.sinks
 
     def _attend(
@@ -226,7 +233,7 @@ class SoftmaxAttention(SelfInitialized):
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, total: Tensor | None) -> Tensor:
         """Computes q [B, T, H, d]; k, v [B, L, Hkv, d] -> [B, T, H, d]."""
-        options: dict[str, Any] = {"bias": self.bias, "null": self._null, "weigh": self.weigh}
+        options: dict[str, Any] = {"bias": self.bias, "null": self.null, "weigh": self.weigh}
         if total is not None:
             return attend_fading(q, k, v, total, valid, **options)
         return attend(q, k, v, valid, causal=self.causal, **options)
@@ -235,31 +242,8 @@ class SoftmaxAttention(SelfInitialized):
         self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, state: WindowState | None,
         sequences: Sequences,
     ) -> tuple[Tensor, WindowState | None]:  # fmt: skip
-        """Computes attention with the pattern. Rows of a batch are treated as packed sequences of equal length."""
-        assert self.spec.pattern is not None
-        q, k, v = qkv
-        B, T = q.shape[:2]
-        if T == 0:
-            return q, state
-        cu_seqlens = sequences.bounds
-        ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
-        q, k = q.flatten(0, 1), k.flatten(0, 1)
-        softmax = PatternSoftmax(self.spec.pattern, self.bias, self._null, self.weigh)
-
-        def mix(v: Tensor, state: WindowState | None = state) -> tuple[Tensor, WindowState]:
-            out, state = window_attention(q, k, v.flatten(0, 1), state, ends, softmax, self.places)
-            return out.unflatten(0, (B, T)), state
-
-        if state is None or cu_seqlens is not None or wanted() is None:
-            return mixed(mix, v)
-        kept = state.v.shape[1]
-        cached = self.places(self.spec.pattern, ends, state.seen).cached_positions(state.seen)
-        new = state.seen[:, None] + torch.arange(T, device=q.device)
-
-        def mix_all(v: Tensor) -> tuple[Tensor, WindowState]:
-            return mix(v[:, kept:], state._replace(v=v[:, :kept]))
-
-        return mixed(mix_all, torch.cat([state.v, v], 1), columns=torch.cat([cached, new], 1))
+        """Computes attention with the pattern."""
+        return self.within(self, qkv, state, sequences)
 
 
 def normalize(x: Tensor, norm: Any) -> Tensor:

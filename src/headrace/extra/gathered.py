@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...ops.derivatives import apply_function, first_order
-from ...spec.attention import Pattern
-from ...utils.device import without_autocast
+from ..ops.derivatives import apply_function, first_order
+from ..spec.attention import Pattern
+from ..utils.device import without_autocast
 
 NAME = "attention of gathered keys"
 COLUMNS = {"cpu": 1 << 12}  # number of columns of a piece, chosen for the cache of a CPU; a GPU needs larger pieces

@@ -13,22 +13,17 @@ columns, H query heads, Hkv key/value heads, d head dimension.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...spec.attention import Pattern
+from ..layers.attention.attention import WindowState
+from ..layers.attention.sdpa import weigh
+from ..layers.maps import mixed, wanted
+from ..ops.sequences import Sequences
+from ..spec.attention import LAYERS, Pattern
 from .gathered import Groups, Places, attend_gathered, gather
-from .sdpa import weigh
-
-
-class WindowState(NamedTuple):
-    """The keys, after rotation, and values that later tokens attend to; zeros in free slots."""
-
-    k: Tensor  # [N, S, Hkv, d]
-    v: Tensor  # [N, S, Hkv, d]
-    seen: Tensor  # [N], number of tokens so far
 
 
 class CachedPlaces(Places):
@@ -69,9 +64,42 @@ class CachedPlaces(Places):
         return gather(store, places).masked_fill((position < 0)[..., None, None], 0)
 
 
+def attend_within(
+    layer: Any, qkv: tuple[Tensor, Tensor, Tensor], state: WindowState | None, sequences: Sequences,
+    of: type[CachedPlaces] = CachedPlaces,
+) -> tuple[Tensor, WindowState | None]:  # fmt: skip
+    """Computes attention with the pattern of a causal layer. Rows of a batch are treated as packed sequences of equal
+    length. of: which keys.
+
+    q [B, T, H, d]; k, v [B, T, Hkv, d] -> (out [B, T, H, d], the next state)."""
+    q, k, v = qkv
+    B, T = q.shape[:2]
+    if T == 0:
+        return q, state
+    cu_seqlens, pattern = sequences.bounds, layer.spec.pattern
+    ends = torch.arange(0, B * T + 1, T, device=q.device) if cu_seqlens is None else cu_seqlens
+    q, k = q.flatten(0, 1), k.flatten(0, 1)
+    softmax = PatternSoftmax(pattern, layer.bias, layer.null, layer.weigh)
+
+    def mix(v: Tensor, state: WindowState | None = state) -> tuple[Tensor, WindowState]:
+        out, state = window_attention(q, k, v.flatten(0, 1), state, ends, softmax, of)
+        return out.unflatten(0, (B, T)), state
+
+    if state is None or cu_seqlens is not None or wanted() is None:
+        return mixed(mix, v)
+    kept = state.v.shape[1]
+    cached = of(pattern, ends, state.seen).cached_positions(state.seen)
+    new = state.seen[:, None] + torch.arange(T, device=q.device)
+
+    def mix_all(v: Tensor) -> tuple[Tensor, WindowState]:
+        return mix(v[:, kept:], state._replace(v=v[:, :kept]))
+
+    return mixed(mix_all, torch.cat([state.v, v], 1), columns=torch.cat([cached, new], 1))
+
+
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, state: WindowState | None, cu_seqlens: Tensor, softmax: "PatternSoftmax",
-    of: type[CachedPlaces] = CachedPlaces,
+    of: type[CachedPlaces],
 ) -> tuple[Tensor, WindowState]:  # fmt: skip
     """Computes attention with the pattern for packed sequences. of: which keys.
 
@@ -116,3 +144,6 @@ class PatternSoftmax:
         near = torch.arange(position.shape[2], device=position.device) >= self.pattern.far
         distance = own - position
         return (position >= 0) & (distance >= 0) & ((distance < self.pattern.window) == near)
+
+
+LAYERS["pattern"] = f"{__name__}.{attend_within.__name__}"
