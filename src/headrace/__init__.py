@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .cli.use import generate
     from .comparison.registration import register_task
     from .convert import load
+    from .extra.context_parallel import context_parallel
     from .extra.registration import register_mixer, register_model
     from .files.state import load_state, save_state
     from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from .layers.quantized import quantize
     from .ops.attention import backends, linear_attention, step
     from .ops.dispatch import set_backend
-    from .ops.parallel.context import context_parallel
     from .verification.verify import verify
 
 __version__ = "0.1.0"

@@ -116,7 +116,7 @@ def test_processes_that_cannot_share_rows_are_refused(data, tmp_path):
 def test_marks_of_a_part_are_refused_before_processes_communicate(name):
     """Those of one process may be invalid, or separate sequences, where those of another do not. No group is there."""
     ids, part = torch.ones(1, 8, dtype=int), SimpleNamespace(rank=0, size=2)
-    with context._within(part), pytest.raises(InputError, match="position_ids or seq_idx under context_parallel"):
+    with context.within(part), pytest.raises(InputError, match="position_ids or seq_idx under context_parallel"):
         build("gla")(ids, **{name: torch.arange(8)[None]})
 
 

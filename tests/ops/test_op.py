@@ -201,7 +201,7 @@ def test_autocast_does_not_change_what_processes_exchange(rule, packed, monkeypa
     part.rank, part.size, part._T, part._lengths = 1, 2, T, None
     x, ends = inputs("scalar", rows=1, n=3 if packed else None), torch.tensor([0, 3, T + 2, 2 * T])
     op = partial(linear_attention, **detached(x), rule=rule, cu_seqlens=ends if packed else None)
-    with context._within(part):
+    with context.within(part):
         expected = op()
         with torch.autocast("cpu", torch.bfloat16):
             assert all(map(torch.equal, op(), expected))

@@ -18,6 +18,7 @@ from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
 from headrace.layers.linear.token import TOKENS
 from headrace.ops.backends.base import PLUGGED
+from headrace.ops.parallel.context import PARALLEL
 from headrace.spec import MixerSpec, Spec, attention, from_json, linear, serialize, stack, to_json
 from headrace.spec.mixer import Facts, ModelSpec
 from headrace.spec.stack import Decoder, Layer
@@ -28,6 +29,7 @@ TABLES = {
     for table in (
         *zoo.TABLES.values(), zoo.MODELS, serialize.TYPES, scan.KINDS, matrix.KINDS, attention.LAYERS, stack.MLPS,
         stack.SHARED, linear.RULES, linear.LAYERS, DECAYS, FEATURE_MAPS, QK_NORMS, STAGES, TOKENS, PLUGGED,
+        PARALLEL,
     )
 }  # fmt: skip
 

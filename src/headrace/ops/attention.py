@@ -19,7 +19,7 @@ from .backends.torch.step import recurrent
 from .call import Call, accumulator
 from .checks import as_bounds, check_form, check_rule, check_scale, check_shapes, check_values, require
 from .dispatch import BACKENDS, choose, refuse_recurrent, unavailable
-from .parallel.context import ShardBoundaries, current, over_processes
+from .parallel.context import current
 from .prepared import TABLE, remember, signature
 from .rewrite import normalized, per_query, with_bonus
 from .written import check_written
@@ -111,7 +111,7 @@ def linear_attention(
     call = _checked(call, rule, scale, ("B", "T"))
     if part is not None:
         require(form == "chunkwise", f"form={form!r} under context_parallel; expected form='chunkwise'")
-        borders = ShardBoundaries(part, call.cu_seqlens, v)
+        borders = part.borders(call.cu_seqlens, v)
         call = call._replace(cu_seqlens=borders.cu_seqlens)
     if check:
         check_values(call)
@@ -124,7 +124,7 @@ def linear_attention(
     kernel = choose("linear_attention", backend, call)
     run = kernel.run if "queries" in kernel.extras else partial(per_query, run=kernel.run)
     if borders is not None:
-        run = partial(over_processes, borders=borders, run=run)
+        run = partial(borders.over_processes, run=run)
     extras = kernel.extras if borders is None else ()
     if normalize:
         return normalized(call, run, "normalize" in extras)

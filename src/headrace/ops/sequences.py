@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..utils.errors import InputError
 from .checks import as_bounds, check_sequences, sequence_ends
-from .parallel.context import ShardBoundaries, current
+from .parallel.context import current
 
 
 def avoid_sync(x: Tensor) -> bool:
@@ -52,7 +52,7 @@ class Sequences:
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None):
         self.B, self.T = x.shape[:2]
         part = current()
-        self.borders = None if part is None else ShardBoundaries(part, cu_seqlens, x)
+        self.borders = None if part is None else part.borders(cu_seqlens, x)
         self.offset = 0 if self.borders is None else self.borders.offset
         self.bounds = cu_seqlens  # in the whole row
         self.cu_seqlens = cu_seqlens if self.borders is None else self.borders.cu_seqlens

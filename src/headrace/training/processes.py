@@ -19,11 +19,11 @@ from torch.distributed.rendezvous import rendezvous
 from tqdm import tqdm
 
 from ..data.rows import shifted
+from ..extra.context_parallel import SequenceShard, context_parallel
 from ..files.devices import present_device
 from ..files.processes import LOCK, end_with_parent, holder_of, locked
 from ..files.threads import Threads
 from ..ops.loss import IGNORED
-from ..ops.parallel.context import SequenceShard, context_parallel
 from ..utils.errors import InputError, require
 
 TIMEOUT = 1800  # seconds
