@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from .cli.use import generate
     from .comparison.registration import register_task
     from .convert import load
+    from .extra.compiled import compile_blocks
     from .extra.context_parallel import context_parallel
     from .extra.registration import register_mixer, register_model
     from .files.state import load_state, save_state
     from .hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, HeadraceModel
     from .layers import Mixer
-    from .layers.blocks.compiled import compile_blocks
     from .layers.quantized import quantize
     from .ops.attention import backends, linear_attention, step
     from .ops.dispatch import set_backend
@@ -43,7 +43,7 @@ _LAZY = {
     "backends": "ops.attention",
     "set_backend": "ops.dispatch",
     "Mixer": "layers",
-    "compile_blocks": "layers.blocks.compiled",
+    "compile_blocks": "extra.compiled",
     "quantize": "layers.quantized",
     "verify": "verification.verify",
     "register_mixer": "extra.registration",

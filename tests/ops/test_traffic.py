@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headrace import set_backend, zoo
-from headrace.layers.blocks import compiled
+from headrace.extra import compiled
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.layers.blocks.widths import default_intermediate_size
 from headrace.ops.backends.triton import elementwise

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..extra.compiled import compile_blocks
 from ..layers.blocks.block import Block
-from ..layers.blocks.compiled import compile_blocks
 from ..utils.errors import InputError
 
 

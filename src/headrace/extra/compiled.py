@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import nn
 
-from ...ops.checks import check_module, require
-from .block import Block
+from ..layers.blocks.block import Block
+from ..ops.checks import check_module, require
 
 
 def compile_blocks(model: nn.Module, **options: Any) -> nn.Module:
