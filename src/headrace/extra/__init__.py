@@ -51,7 +51,7 @@ tables.offer("headrace.extra.mamba", scans=("mamba",), scan_kinds=("mamba",), mo
 tables.offer("headrace.extra.rg_lru", scans=("rg-lru",), scan_kinds=("rg-lru",))
 tables.offer("headrace.extra.gated", scans=("mingru", "minlstm", "hgrn"), scan_kinds=("mingru", "minlstm", "hgrn"))
 tables.offer("headrace.extra.short_conv", scans=("short-conv",), scan_kinds=("short-conv",))
-tables.offer("headrace.extra.rwkv", stages=("shift",), decays=("exp-fixed", "exp"))
+tables.offer("headrace.extra.rwkv", stages=("shift", "bonus"), decays=("exp-fixed", "exp"))
 tables.offer("headrace.extra.rwkv7", matrices=("rwkv7",), matrix_kinds=("rwkv7",))
 tables.offer("headrace.extra.channel_mixing", mlps=("rwkv4", "rwkv7"))
 tables.offer("headrace.extra.encoder", linear_layers=("encoder", "both-ways"))

@@ -1,5 +1,5 @@
 """What RWKV-5 and RWKV-6 (arXiv 2404.05892) add to a linear mixer: a token shift, which mixes another input for each
-part of the input projection, and their decays.
+part of the input projection, their decays, and a bonus for the current token.
 
 Dimensions: B batch, T tokens, D hidden size, H heads, K key dimension per head.
 """
@@ -124,6 +124,24 @@ class Shift(Stage):
         t.streams = mixer.shift(t.x, before)
 
 
+class Bonus(Stage):
+    """The parameter u of the recurrence, with RWKV's initialization."""
+
+    kinds = ()
+
+    def build(self, mixer: Any) -> None:
+        mixer.bonus = nn.Parameter(torch.empty(mixer.H, mixer.spec.memory_rows(mixer.K)))
+
+    def reset(self, mixer: Any) -> None:
+        n = mixer.bonus.numel()
+        i = torch.arange(n)
+        zigzag = 0.1 * ((i + 1) % 3 - 1)
+        mixer.bonus.copy_((mixer.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(mixer.bonus))
+
+    def __call__(self, mixer: Any, t: Tokens) -> None:
+        """The recurrence reads the parameter."""
+
+
 @torch.no_grad()
 def rise_(bias: Tensor, depth: float) -> None:
     """RWKV's initialization of the logarithms of decay rates: from −6 to −1 over channels, later in deeper layers."""
@@ -167,5 +185,5 @@ class ExpDecay(DecayModule):
         return -finite_exp(biased(self._heads(torch.tanh(x) @ self.up), self.bias))
 
 
-STAGES["shift"] = Shift
+STAGES.update({"shift": Shift, "bonus": Bonus})
 DECAYS.update({decay.kind: decay for decay in (ExpFixedDecay, ExpDecay)})

@@ -53,7 +53,7 @@ class LinearMixer(Mixer, HasBackend):
         Plugged("taylor", "inputs.order"), Plugged("value-gate", "inputs.value_gate"),
         Plugged("gate-of-channels", "write.erase", ("channel",)), Plugged("over-length", "inputs.by_length"),
         Plugged("exponential-gate", "write.beta", ("exp",)), Plugged("memories", MEMORIES),
-        Plugged("freeze", "competition.freeze"), Strength, StepSize,
+        Plugged("freeze", "competition.freeze"), Strength, StepSize, Plugged("bonus", "read.bonus"),
     )  # fmt: skip
     VALUES: ClassVar[tuple[Any, ...]] = (WeightSum, Plugged("values-of-memories", MEMORIES))
     RECURRENCES: ClassVar[tuple[Any, ...]] = (

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...ops.attention import linear_attention, step
 from ...ops.call import accumulator
@@ -54,17 +53,6 @@ class StepSize(Stage):
 
 class Recur(Stage):
     """One call of `linear_attention`, or of `step` for one token."""
-
-    def build(self, mixer: Any) -> None:
-        if mixer.spec.read.bonus:
-            mixer.bonus = nn.Parameter(torch.empty(mixer.H, mixer.spec.memory_rows(mixer.K)))
-
-    def reset(self, mixer: Any) -> None:
-        if mixer.spec.read.bonus:  # RWKV's initialization
-            n = mixer.bonus.numel()
-            i = torch.arange(n)
-            zigzag = 0.1 * ((i + 1) % 3 - 1)
-            mixer.bonus.copy_((mixer.depth * (1 - i / max(n - 1, 1)) + zigzag).view_as(mixer.bonus))
 
     def native(self, mixer: Any) -> dict[str, Any]:
         divides = {"norm": "sum"} if mixer.spec.read.norm == "sum" else {}
