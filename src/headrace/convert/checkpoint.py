@@ -11,14 +11,14 @@ from transformers import AutoConfig, AutoTokenizer
 from ..files.checks import check_files, check_weights, read_json, reading_tokenizer
 from ..files.devices import on_device
 from ..files.hub import GGUF, check_config, is_on_the_hub
-from ..hf.config import HeadraceConfig, check_generation
+from ..hf.config import HeadraceConfig
 from ..hf.model import HeadraceForCausalLM
 from ..layers.quantized import KINDS, quantize
 from ..ops.checks import require
 from ..ops.dispatch import BACKENDS, default_backend
 from ..utils.errors import InputError, reading, require_each
 from .files import check_depth, tensor_names
-from .importing import check_alone, import_checkpoint, import_config, import_gguf, import_tokenizer
+from .importing import check_alone, check_generation, import_checkpoint, import_config, import_gguf, import_tokenizer
 
 FETCHED = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt"]
 UNUSED = ["consolidated*", "*/*.safetensors"]  # the weights once more: Mistral's own form, and those of other programs

@@ -18,11 +18,11 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from ..extra.moe import MixtureOfExperts
 from ..files.checks import check_weights, read_json
 from ..files.hub import ADAPTER, GGUF
-from ..hf.config import HeadraceConfig, check_generation
+from ..hf.config import HeadraceConfig, check_tokens
 from ..hf.model import HeadraceForCausalLM
 from ..ops.checks import require
 from ..spec.record import LARGEST
-from ..utils.errors import InputError, did_you_mean, reading
+from ..utils.errors import InputError, did_you_mean, reading, require_each
 from ..utils.extras import require_packages
 from .fields import Config, Fields, check_sizes, without
 from .files import Tensors, check_depth
@@ -33,6 +33,11 @@ from .views import Block, View, Views
 
 HEAD, EMBEDDING = "head.weight", "model.embed_tokens.weight"
 ROUTERS = "choice_bias", "mlp.router.weight", "mlp.router.bias"
+# Numbers of a GenerationConfig.
+NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "max_length",
+    "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "no_repeat_ngram_size",
+)  # fmt: skip
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<e>\d+)\.(?P<matrix>gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -117,6 +122,13 @@ def _generation(checkpoint: Path, model: Any, described: Config) -> GenerationCo
     with reading(f"checkpoint {str(checkpoint)!r} has settings of generation in config.json that transformers refuses"):
         special = {name: getattr(model.config, name) for name in SPECIAL}
         return GenerationConfig(**{name: described[name] for name in own if described[name] is not None} | special)
+
+
+def check_generation(settings: Any) -> None:
+    """Raises InputError for a value of a wrong type in a GenerationConfig. transformers checks few of them."""
+    check_tokens(settings)
+    numbers = {name: x for name in NUMBERS if (x := getattr(settings, name, None)) is not None}
+    require_each(lambda x: type(x) in (int, float) and abs(x) < LARGEST, "a number, or None", **numbers)
 
 
 def import_config(checkpoint: Path) -> HeadraceConfig:

@@ -29,10 +29,6 @@ TRANSFORMERS = frozenset({
 })  # fmt: skip
 # Of these, the fields that have one value for every language model of ours.
 FIXED = {"is_encoder_decoder": False, "return_dict": True}
-NUMBERS = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "length_penalty", "max_length",
-    "max_new_tokens", "min_length", "min_new_tokens", "num_beams", "num_return_sequences", "no_repeat_ngram_size",
-)  # fmt: skip
 LABELS = 2**20  # transformers makes a dict of all labels
 LAYERS = 2**16  # transformers makes a list of all layers
 # Names of fields of other models -> the field of HeadraceConfig with that meaning.
@@ -223,13 +219,6 @@ class HeadraceConfig(PreTrainedConfig):
 def _stack(described: str, types: tuple[type, ...]) -> Decoder:  # types: a name may be registered anew
     mixers, style = json.loads(described)
     return Decoder(tuple(layer for data in mixers for layer in as_layers(from_json(data))), as_style(style))
-
-
-def check_generation(settings: Any) -> None:
-    """Raises InputError for a value of a wrong type in a GenerationConfig. transformers checks few of them."""
-    check_tokens(settings)
-    numbers = {name: x for name in NUMBERS if (x := getattr(settings, name, None)) is not None}
-    require_each(lambda x: type(x) in (int, float) and abs(x) < LARGEST, "a number, or None", **numbers)
 
 
 def check_tokens(config: Any) -> None:
