@@ -1,1 +1,1 @@
-"""The recurrence over several processes: tokens in parts (context.py)."""
+"""The recurrence over several processes: whether tokens are in parts (context.py)."""
