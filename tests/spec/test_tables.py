@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import fresh
 import headrace
 from headrace import InputError, zoo
 from headrace.extra.specs import matrix, scan
@@ -18,6 +19,7 @@ from headrace.layers.linear.readout import Skip
 from headrace.layers.linear.stage import STAGES
 from headrace.layers.linear.token import TOKENS
 from headrace.ops.backends.base import PLUGGED
+from headrace.ops.parallel import context
 from headrace.ops.parallel.context import PARALLEL
 from headrace.spec import MixerSpec, Spec, attention, from_json, linear, serialize, stack, to_json
 from headrace.spec.mixer import Facts, ModelSpec
@@ -52,6 +54,30 @@ assert zoo.get({"type": "matrix", "kind": "gsa"}).state_shapes(64, 4) and "headr
 assert "headrace.extra.mesa" not in sys.modules
 """
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_a_model_imports_the_plug_ins_that_it_has():
+    """Of a model without one, backends alone; of one with experts and a window, these two."""
+    check = """
+import sys
+import torch
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+def imported(*mixers, **settings):
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_heads": 2}
+    model, ids = HeadraceForCausalLM(HeadraceConfig(mixer=mixers, **sizes, **settings)), torch.zeros(1, 4, dtype=int)
+    model.train()(ids, labels=ids).loss.backward()
+    return {name.split(".")[2] for name in sys.modules if name.startswith("headrace.extra.")} - {"fla", "onnx_node"}
+assert imported("softmax-gla", "transformer") == set()
+layer = {"type": "layer", "mixer": {"type": "attention", "pattern": {"window": 2}}, "mlp": "experts"}
+assert imported(layer, "gla", style={"experts": {"count": 4}}) == {"moe", "pattern", "gathered"}
+"""
+    fresh.output(check)
+
+
+def test_context_parallelism_has_the_address_of_its_reference():
+    assert context.SequenceShard.__name__ in PARALLEL and context.context_parallel is headrace.context_parallel
+    with pytest.raises(AttributeError, match=r"module 'headrace.ops.parallel.context' has no attribute 'Shard'"):
+        context.Shard  # noqa: B018
 
 
 def test_a_table_lists_what_is_offered_and_has_no_other_rows():
