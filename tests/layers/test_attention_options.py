@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from attention_layers import D, H, agree, d, layer
 from headrace.extra.capped import CappedSpec
+from headrace.extra.dense import QUERIES
 from headrace.extra.growing import GrowingSpec
 from headrace.extra.late_norm import LateNormSpec
 from headrace.extra.specs.latent import LatentSpec
-from headrace.layers.attention.sdpa import QUERIES
 from headrace.layers.rotary import angles, frequencies
 from headrace.spec import AttentionSpec, Pattern, Rope
 from headrace.utils.errors import InputError

@@ -44,6 +44,7 @@ tables.offer(
     rules=("competition.memories_per_head",),
 )
 tables.offer("headrace.extra.pattern", attention_layers=("pattern",))
+tables.offer("headrace.extra.forgetting", attention_layers=("forget",))
 tables.offer("headrace.extra.attention_token", tokens=("headrace.layers.attention.attention.SoftmaxAttention",))
 tables.offer("headrace.extra.shared", shared_blocks=("block", "adapters"))
 tables.offer("headrace.extra.averages", stages=("value-gate", "over-length", "divide-detached", "divide-by-length"))

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from ..layers.attention.attention import SoftmaxAttention
-from ..layers.attention.sdpa import QUERIES, visible
+from ..layers.attention.sdpa import visible
 from ..layers.linear.token import TOKENS
 from ..ops.call import accumulator
 from ..spec.mixer import Facts
 from ..spec.record import PositiveFloat
 from ..spec.serialize import TYPES
 from ..utils.device import without_autocast
-from .dense import DenseSpec, refuse
+from .dense import QUERIES, DenseSpec, refuse
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ class Pattern(Record):
         return self.far + self.window - 1
 
 
-# Of plug-ins, as `Facts.layer`. early: the layer for tiles, buckets, random blocks, and patterns of encoders; pattern:
-# the function by which other layers compute attention with one.
+# Of plug-ins, as `Facts.layer`. early: the layer for tiles, buckets, random blocks, and patterns of encoders; pattern,
+# forget: the functions by which other layers compute attention with these fields.
 LAYERS: Table[str] = Table("attention_layers")
 Gate = Literal["none", "channel", "head"]
 Scale = Literal["key", "one", "half-key"] | PositiveFloat

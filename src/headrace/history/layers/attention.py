@@ -80,10 +80,10 @@ class EarlyAttention(SoftmaxAttention):
             for name, projection in self.global_proj.named_children():
                 projection.load_state_dict(getattr(self, name).state_dict())
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, total: Tensor | None) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, gate: Tensor | None) -> Tensor:
         if self.spec.form == "tiles":
             return flash_attention(q, k, v, causal=self.causal, valid=valid)
-        return super()._mix(q, k, v, valid, total)
+        return super()._mix(q, k, v, valid, gate)
 
     def _attend_within(
         self, x: Tensor, qkv: tuple[Tensor, Tensor, Tensor], turn: Angles | None, state: WindowState | None,

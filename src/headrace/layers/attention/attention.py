@@ -21,7 +21,7 @@ from ..maps import mixed, wanted, with_map
 from ..norms import OffsetRMSNorm
 from ..packing import count_tokens, without_padding, zeroed
 from ..rotary import Angles, angles, rotate
-from .sdpa import attend, attend_fading, forgotten, weigh
+from .sdpa import attend, weigh
 
 
 class AttentionState(NamedTuple):
@@ -76,6 +76,7 @@ class SoftmaxAttention(SelfInitialized):
         require(causal or not spec.forget, "forget=True is of causal attention; expected forget=False in an encoder")
         self.state_kind = AttentionState if spec.pattern is None else WindowState
         self.within: Any = None if spec.pattern is None else named(LAYERS["pattern"])
+        self.fading: Any = named(LAYERS["forget"]) if spec.forget else None
         self.state_shapes = spec.state_shapes(hidden_size, num_heads, ANY) | {"valid": (ANY,), "seen": ()}
         self.H, (self.head_dim, _) = spec.num_heads(hidden_size, num_heads), spec.head_dims(hidden_size, num_heads)
         self.rotary_dim = self.head_dim
@@ -199,12 +200,11 @@ class SoftmaxAttention(SelfInitialized):
     ) -> Tensor:
         """Computes attention to the cache, and before it rotations that depend on the length of the sequence. packed:
         the sequences of q, k and v, of which all pairs of tokens are computed."""
-        total = None
+        gate = None
         if self.f_proj is not None:
             k, gate = k.split([self.head_dim, k.shape[-1] - self.head_dim], -1)
-            total = forgotten(gate.flatten(2), valid)
         q, k = self._rotated(q, k, valid, packed)
-        return self._attend(q, k, v, valid if packed is None else packed.pairs, total)
+        return self._attend(q, k, v, valid if packed is None else packed.pairs, gate)
 
     def _rotated(
         self, q: Tensor, k: Tensor, valid: Tensor | None, packed: Sequences | None = None
@@ -225,17 +225,17 @@ class SoftmaxAttention(SelfInitialized):
         return self.spec.null is True if self.sinks is None else self.sinks
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, total: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None = None, gate: Tensor | None = None
     ) -> Tensor:
-        """total: [B, H, L], from `forgotten`."""
+        """gate: [B, L, Hkv, H/Hkv], the logits of f."""
         k, v = k.to(q.dtype), v.to(q.dtype)  # the cache may come from a call in another precision
-        return mixed(lambda v: (self._mix(q, k, v, valid, total),), v, whole=True)[0]
+        return mixed(lambda v: (self._mix(q, k, v, valid, gate),), v, whole=True)[0]
 
-    def _mix(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, total: Tensor | None) -> Tensor:
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, gate: Tensor | None) -> Tensor:
         """Computes q [B, T, H, d]; k, v [B, L, Hkv, d] -> [B, T, H, d]."""
         options: dict[str, Any] = {"bias": self.bias, "null": self.null, "weigh": self.weigh}
-        if total is not None:
-            return attend_fading(q, k, v, total, valid, **options)
+        if gate is not None:
+            return self.fading(q, k, v, gate, valid, **options)
         return attend(q, k, v, valid, causal=self.causal, **options)
 
     def _attend_within(

@@ -13,9 +13,6 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...ops.derivatives import transformed
-from ...utils.device import float64
-
-QUERIES = 64  # that `attend_fading` computes at once
 
 
 def weigh(
@@ -82,30 +79,6 @@ def attend(
         places = torch.arange(L, device=q.device)[None] if valid is None or valid.dim() == 3 else valid.cumsum(1) - 1
         logits = bias(places[:, L - T :, None] - places[:, None]) + (0 if fade is None else fade)
     return weigh(q, k, v, visible(q, k, valid, causal)[:, None], logits, null=null)
-
-
-def forgotten(gate: Tensor, valid: Tensor | None) -> Tensor:
-    """Returns Σ log σ(gate) over all tokens up to each one, [B, H, L], of which the logit of a query and a key has the
-    difference (arXiv 2503.02130). In float64: float32 sums of thousands of tokens leave few digits of the difference
-    of neighbours.
-
-    gate [B, L, H]; valid [B, L]: False marks padding, which forgets nothing; None: no padding."""
-    log_f = F.logsigmoid(float64(gate))
-    return (log_f if valid is None else log_f.masked_fill(~valid[..., None].to(log_f.device), 0)).cumsum(1).mT
-
-
-def attend_fading(q: Tensor, k: Tensor, v: Tensor, total: Tensor, valid: Tensor | None, **options: Any) -> Tensor:
-    """Computes causal `attend` whose logit of key j has total_i − total_j at query i. total [B, H, L], in float64.
-
-    The differences of few queries at a time are in a processor's cache, and those of all are T L numbers per head. A
-    graph that is compiled takes all at once, as its number of tokens may vary."""
-    end, out = k.shape[1] - q.shape[1], []
-    for queries in q.split(max(q.shape[1], 1) if torch.compiler.is_compiling() else QUERIES, 1):
-        start, end = end, end + queries.shape[1]
-        fade = (total[:, :, start:end, None] - total[:, :, None, :end]).to(q.dtype).to(q.device)
-        past = valid if valid is None or valid.dim() == 3 else valid[:, :end]
-        out.append(attend(queries, k[:, :end], v[:, :end], past, fade=fade, **options))
-    return torch.cat(out, 1)
 
 
 def visible(q: Tensor, k: Tensor, valid: Tensor | None, causal: bool) -> Tensor:
