@@ -8,15 +8,19 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from equation import DECAYS, by_literal, detached, inputs
 from headrace import InputError, linear_attention, set_backend, step, zoo
 from headrace.hf import HeadraceForCausalLM, generation
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.layers.linear import decays, features
+from headrace.layers.linear.convolution import convolve
 from headrace.layers.rotary import rotate
 from headrace.ops.backends.triton import elementwise
 from headrace.ops.dispatch import BACKENDS
+from headrace.ops.sequences import Sequences
 from headrace.verification.op import TOLERANCE
 from headrace.verification.verify import relative, verify, worst
 from tiny import build, config, tokens, trained
@@ -144,12 +148,16 @@ def test_packed_sequences_match_the_reference(device, backend, rule):
 
 def between_products(x, gate, bias, angle, backend):
     """What stands between a layer's products and its recurrence."""
-    by, rates = (angle.cos(), angle.sin()), bias[: x.shape[2]]
-    rotated, product = rotate(x, by, backend), elementwise.silu_product(x.flatten(-2), gate, backend)
+    by, rates, weight = (angle.cos(), angle.sin()), bias[: x.shape[2]], bias[-x.shape[3] :]
+    found = rotate(x, by, backend), elementwise.silu_product(x.flatten(-2), gate, backend)
+    found += (decays.log_sigmoid(x, 16.0, backend),)
     if backend == "torch":
-        return rotated, product, features.l2_norm(x), decays.softplus_decay(decays.biased(x, bias), rates)
-    decay = elementwise.SoftplusDecay.apply(x, bias, rates)
-    return rotated, product, elementwise.L2Norm.apply(x, features.EPS), decay
+        decay, each = (decays.softplus_decay(decays.biased(z, bias[: z[0, 0].numel()]), rates) for z in (x, x[..., 0]))
+        norm = F.rms_norm(x, weight.shape, weight, 1e-5) * F.silu(gate.view_as(x))
+        return *found, features.l2_norm(x), decay, each, norm
+    decay, each = elementwise.SoftplusDecay.apply(x, bias, rates), elementwise.head_decay(x[..., 0], rates, rates)
+    norm = elementwise.GatedNorm.apply(x, gate.view_as(x), weight, 1e-5, True)
+    return *found, elementwise.L2Norm.apply(x, features.EPS), decay, each, norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -165,6 +173,15 @@ def test_elementwise_operators_match_the_reference(device, dtype):
     ours = outputs_and_gradients(run, there)
     exact = outputs_and_gradients(by_pytorch, detached(given, torch.float64))
     assert worst(ours[0], exact[0]) <= TOLERANCES[dtype] and worst(ours[1], exact[1]) <= 10 * TOLERANCES[dtype]
+
+
+@torch.no_grad()
+def test_convolution_of_a_token_matches_the_reference(device):
+    conv, x, history = nn.Conv1d(70, 70, 4, groups=70), torch.randn(3, 1, 70), torch.randn(3, 3, 70)
+    there, rows = [y.to(device) for y in (x, history)], Sequences(x, None)
+    exact = convolve(conv.double(), x.double(), history.double(), rows, "torch")
+    found = convolve(conv.float().to(device), *there, rows, "triton", in_place=True)
+    assert worst(found, exact) <= TOLERANCES[torch.float32] and found[1].cpu().equal(exact[1].float())
 
 
 @pytest.mark.parametrize("name", LINEAR_LAYERS)

@@ -164,17 +164,29 @@ def launches_of_a_layer(mixer, gpu="sm_90"):
 def test_a_layer_launches_each_kernel_once():
     """Those of the norm once for q and once for k."""
     launched = launches_of_a_layer("softmax-gated-deltanet")
-    forward = ["convolve", "l2_norm", "l2_norm", *KERNELS[:2], "silu_product"]
+    forward = ["convolve", "softplus_decay", "l2_norm", "l2_norm", *KERNELS[:2], "gated_norm"]
     norms = ["l2_norm_backward"] * 2
-    backward = ["silu_product_backward", *KERNELS[2:], *norms, "silu_backward", "convolve_backward"]
-    assert [x.kernel for x in launched] == forward + backward
+    backward = ["gated_norm_backward", *KERNELS[2:], *norms, "softplus_decay_backward", "silu_backward"]
+    assert [x.kernel for x in launched] == [*forward, *backward, "convolve_backward"]
     assert all(x.code.stack == 0 for x in launched)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("gpu", dry.GPUS)
+def test_a_token_of_a_layer_launches_each_kernel_once(gpu):
+    layer, x = Mixer("gated-deltanet", hidden_size=128, num_heads=2).bfloat16(), torch.randn(2, 1, 128).bfloat16()
+    layer.backend, state = "triton", layer(x)[1]
+    with dry.gpu(gpu) as launched:
+        layer(x, state)
+    expected = ["convolve_token", "softplus_decay", "l2_norm", "l2_norm", "step_kernel", "gated_norm"]
+    assert [x.kernel for x in launched] == expected and all(x.code.stack == 0 for x in launched)
 
 
 @pytest.mark.parametrize("gpu", dry.GPUS)
 def test_elementwise_kernels_spill_nothing(gpu):
-    found = {x.kernel: x.code for mixer in ("retnet", "kda") for x in launches_of_a_layer(mixer, gpu)}
-    kernels = [f"{name}{way}" for name in ("l2_norm", "softplus_decay", "silu_product") for way in ("", "_backward")]
+    found = {x.kernel: x.code for mixer in ("retnet", "kda", "mamba2") for x in launches_of_a_layer(mixer, gpu)}
+    names = "l2_norm", "softplus_decay", "gated_norm", "silu_product"
+    kernels = [f"{name}{way}" for name in names for way in ("", "_backward")]
     assert all(found[name].stack == 0 for name in (*kernels, "rotate"))
 
 

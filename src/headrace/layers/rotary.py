@@ -46,7 +46,8 @@ def angles(positions: Tensor, rope: Rope, theta: float, width: int, lengths: Ten
 
 def _turn(positions: Tensor, frequency: Tensor, scale: float) -> Angles:
     angle = float64(positions)[..., None, None] * frequency
-    return angle.cos() * scale, angle.sin() * scale
+    turn = angle.cos(), angle.sin()
+    return turn if scale == 1 else (turn[0] * scale, turn[1] * scale)
 
 
 # Inductor would compute an angle again, in float64, for each channel of each head that it rotates.
@@ -62,8 +63,8 @@ def frequencies(rope: Rope, theta: float, dims: int, lengths: Tensor) -> Tensor:
     index = torch.arange(half, device=lengths.device, dtype=torch.float64)
     if rope.kind == "dynamic":
         ratio = (lengths[..., None, None] / original).clamp(min=1)
-        return (base * (rope.factor * ratio - rope.factor + 1) ** (half / (half - 1))) ** (-index / half)
-    frequency = base ** (-index / half)
+        return (base * (rope.factor * ratio - rope.factor + 1) ** (half / (half - 1))) ** (index / -half)
+    frequency = base ** (index / -half)
     if rope.kind == "longrope":
         short, long = (index.new_tensor(divisors) for divisors in (rope.short, rope.long))
         return frequency / torch.where(lengths[..., None, None] > original, long, short)
@@ -73,7 +74,7 @@ def frequencies(rope: Rope, theta: float, dims: int, lengths: Tensor) -> Tensor:
         first, last = _ramp(rope, base, dims)
         kept = (last - index) / (last - first)
     else:
-        return frequency / rope.factor
+        return frequency if rope.factor == 1 else frequency / rope.factor
     kept = kept.clamp(0, 1)
     return frequency * (kept + (1 - kept) / rope.factor)
 

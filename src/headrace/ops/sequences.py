@@ -81,7 +81,7 @@ class Sequences:
     def positions(self, seen: Tensor | None, like: Tensor) -> Tensor:
         """Returns each token's position in its sequence, [B or 1, T]. seen [N]: number of tokens before x."""
         if self.cu_seqlens is None:
-            tokens = torch.arange(self.T, device=like.device)[None] + self.offset
+            tokens = torch.arange(self.offset, self.offset + self.T, device=like.device)[None]
             return tokens if seen is None else tokens + seen[:, None]
         return (self.within if seen is None else self.within + seen[self.owner])[None]
 

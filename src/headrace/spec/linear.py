@@ -182,7 +182,7 @@ class MixerSpec(Spec):
             "read.bonus=True reads the memory before the write; expected write.rule='add'",
         )
         yield (
-            (write.beta in ("dt", "trapezoid") or inputs.turns > 0) and decay.kind not in STEPPED,
+            self.step_size and decay.kind not in STEPPED,
             f"write.beta={write.beta!r} with inputs.turns={inputs.turns} is of a step size; expected decay.kind="
             f"{' or '.join(map(repr, STEPPED))}, got {decay.kind!r}",
         )
@@ -320,6 +320,11 @@ class MixerSpec(Spec):
     def angles(self, key_dim: int) -> int:
         """Returns the number of angles of inputs.turns, each of two key channels."""
         return int(self.inputs.turns * key_dim) // 2
+
+    @property
+    def step_size(self) -> bool:
+        """Whether more than the decay depends on the step size of the decay."""
+        return self.write.beta in ("dt", "trapezoid") or self.inputs.turns > 0
 
     @property
     def sums(self) -> bool:

@@ -59,3 +59,19 @@ def test_a_bias_may_have_any_stride():
     expected = convolve(conv.double(), x.double(), None, Sequences(x, None), "torch", True)
     for y, z in zip(found, expected, strict=True):
         assert relative(y.double(), z) <= 1e-6
+
+
+@pytest.mark.parametrize(("channels", "rows", "width", "silu", "bias"), [
+    (70, 3, 4, True, True), (3, 1, 2, False, True), (130, 2, 3, True, False), (5, 2, 8, False, False),
+])  # fmt: skip
+@pytest.mark.parametrize("in_place", [False, True])
+@torch.no_grad()
+def test_one_token_after_its_history(channels, rows, width, silu, bias, in_place):
+    torch.manual_seed(0)
+    conv, wide = nn.Conv1d(channels, channels, width, groups=channels, bias=bias), torch.randn(rows, 1, channels + 5)
+    x, history = wide[..., :-5], torch.randn(rows, width - 1, channels)
+    exact = convolve(conv.double(), x.double(), history.double(), Sequences(x, None), "torch", silu)
+    kept = history.clone()
+    y, after = convolve(conv.float(), x, history, Sequences(x, None), "triton", silu, in_place)
+    assert relative(y.double(), exact[0]) <= 1e-6 and after.equal(exact[1].float())
+    assert (after is history) == in_place and (in_place or history.equal(kept))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from headrace import InputError, Mixer, zoo
 from headrace.layers.linear import decays
@@ -86,6 +87,43 @@ def test_decay(sizes):
     agree(decay, plain_decay, side_by_side(*sizes, scale=3.0), torch.randn(H * K), torch.randn(H), tolerance=2e-6)
 
 
+def decay_of_heads(x, bias, log_rate):
+    return elementwise.head_decay(x[..., 0], bias, log_rate)[..., None]
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 3, 1), (1, 4500, 2, 1)], ids=str)
+def test_decay_of_each_head_and_its_step_size(sizes):
+    x, bias = side_by_side(*sizes, scale=3.0), torch.randn(sizes[2])
+    agree(decay_of_heads, plain_decay, x, bias, torch.randn(sizes[2]), tolerance=2e-6)
+    step_size = lambda x, bias: -decay_of_heads(x, bias, None), lambda x, bias: F.softplus(x + bias[:, None])
+    agree(*step_size, x, bias, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_decay_of_a_sigmoid(sizes):
+    functions = (lambda x: decays.log_sigmoid(x, 16.0, "triton")), (lambda x: F.logsigmoid(x) / 16)
+    agree(*functions, side_by_side(*sizes, scale=3.0), tolerance=1e-6)
+    far = torch.tensor([[[[-300.0, -101.0, -88.0, -41.0, -39.0, 0.0, 16.0, 17.0, 39.0, 41.0, 88.0, 104.0, 300.0]]]])
+    for ours, exact in zip(results(functions[0], far), results(functions[1], far.double()), strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=500 * torch.finfo(torch.float32).eps, atol=1e-38)
+
+
+def plain_norm(silu):
+    def norm(x, gate, weight=None):
+        return F.rms_norm(x, x.shape[-1:], weight, 1e-5) * (F.silu if silu else torch.sigmoid)(gate)
+
+    return norm
+
+
+@pytest.mark.parametrize("silu", [True, False])
+@pytest.mark.parametrize("sizes", [*SIZES, (1, 700, 1, 128)], ids=str)  # the last has several programs in the backward
+def test_norm_with_an_output_gate(sizes, silu):
+    x, gate, weight = side_by_side(*sizes), side_by_side(*sizes).flip(1), torch.randn(sizes[3])
+    norm = lambda x, gate, weight=None: elementwise.GatedNorm.apply(x, gate, weight, 1e-5, silu)  # noqa: E731
+    agree(norm, plain_norm(silu), x, gate, weight, tolerance=2e-6)
+    agree(norm, plain_norm(silu), x, gate, tolerance=2e-6)
+
+
 @pytest.mark.parametrize("sizes", [(2, 5, 70), (1, 1, 1), (1, 3, 5000)], ids=str)
 def test_product_with_silu_and_its_second_derivative(sizes):
     x, gate = (side_by_side(*sizes[:2], 1, sizes[2])[:, :, 0] for _ in range(2))
@@ -98,6 +136,14 @@ def test_bfloat16_is_rounded_once():
     x, bias = side_by_side(1, 30, 2, 32, torch.bfloat16), torch.randn(64)
     agree(lambda x: elementwise.L2Norm.apply(x, EPS), l2_norm, x, tolerance=2**-8)
     agree(decay, plain_decay, x, bias, torch.randn(2), tolerance=2**-8)
+    agree(
+        lambda *given: elementwise.GatedNorm.apply(*given, 1e-5, True),
+        plain_norm(True),
+        x,
+        x.flip(1),
+        torch.randn(32),
+        tolerance=2**-8,
+    )
     x, gate = x.flatten(-2), x.flip(1).flatten(-2)
     agree(elementwise.SiLUProduct.apply, elementwise.silu_product, x, gate, tolerance=2**-8)
 

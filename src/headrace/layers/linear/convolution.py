@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...ops.backends.native import convolution as native
 from ...ops.backends.triton import convolution as triton
+from ...ops.backends.triton import elementwise
 from ...ops.backends.triton.limits import chosen
 from ...ops.modules import is_plain
 from ...ops.sequences import Sequences
@@ -29,26 +30,31 @@ class Convolve(Stage):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         x = t.parts.pop("qkv") if "qkv" in t.parts else torch.cat([t.parts[name] for name in "qkv"], -1)
-        x, t.next["conv"] = convolve(mixer.conv, x, t.before("conv"), t.sequences, mixer.backend)
+        x, t.next["conv"] = convolve(mixer.conv, x, t.before("conv"), t.sequences, mixer.backend, in_place=t.in_place)
         t.parts |= dict(zip("qkv", x.split([mixer.parts[name] for name in "qkv"], -1), strict=True))
 
 
 def convolve(
-    conv: nn.Conv1d, x: Tensor, history: Tensor | None, sequences: Sequences, backend: str = "auto", silu: bool = True
-) -> tuple[Tensor, Tensor]:
+    conv: nn.Conv1d, x: Tensor, history: Tensor | None, sequences: Sequences, backend: str = "auto", silu: bool = True,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Computes SiLU(conv(x)) or conv(x) for x [B, T, C] -> (y [B, T, C], the next history).
 
     Args:
         conv: the weights; its padding is not used.
         history: [N, W − 1, C], the tokens before x; None: zeros.
         sequences: the sequences of x.
-        backend: "auto" and "native" take the native library, "auto" and "triton" take Triton where there is no history,
-            if these can compute it; otherwise PyTorch does.
+        backend: "auto" and "native" take the native library, "auto" and "triton" take Triton where there is no history
+            or one token without gradients follows it, if these can compute it; otherwise PyTorch does.
         silu: whether SiLU follows.
+        in_place: whether the history may be overwritten.
     """
-    first = history is None and sequences.borders is None
-    if first and chosen(backend, x) and triton.unsupported_reason(conv, x) is None:
-        return triton.convolve(x, conv.weight, conv.bias, sequences.cu_seqlens, silu)
+    if sequences.borders is None and chosen(backend, x) and triton.unsupported_reason(conv, x) is None:
+        if history is None:
+            return triton.convolve(x, conv.weight, conv.bias, sequences.cu_seqlens, silu)
+        one = x.shape[1] == 1 and not sequences.packed and not torch.is_grad_enabled()
+        if one and elementwise.computes(backend, x):
+            return triton.convolve_token(x, conv.weight, conv.bias, history, silu, in_place)
     history = sequences.before(x, history, conv.weight.shape[2] - 1)
     if silu and backend in ("auto", "native") and native.unsupported_reason(conv, x) is None:
         y = native.convolve(x, conv.weight, conv.bias, history, sequences.cu_seqlens)

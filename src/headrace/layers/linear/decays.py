@@ -14,7 +14,7 @@ from ...ops.backends.native.program import UnsupportedError
 from ...ops.backends.triton import elementwise
 from ...ops.backends.triton.elementwise import FAR, ROOM
 from ...ops.call import accumulator
-from ...spec.decay import STEPPED, Decay
+from ...spec.decay import Decay
 from ...utils.device import float64
 from ...utils.tables import Table
 from ..base import SelfInitialized
@@ -80,6 +80,13 @@ def softplus_decay(z: Tensor, log_rate: Tensor) -> Tensor:
     return -finite_exp(log_rate - d, ROOM) * F.softplus(z + d)
 
 
+def log_sigmoid(x: Tensor, temperature: float, backend: str) -> Tensor:
+    """Returns log σ(x) / temperature for x [B, T, H, K], in the accumulator's precision."""
+    if elementwise.computes(backend, x):
+        return elementwise.SoftplusDecay.apply(x, None, None, -1.0, -math.log(temperature))
+    return F.logsigmoid(x.to(accumulator(x))) / temperature
+
+
 class FixedDecay(DecayModule):
     """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
 
@@ -94,7 +101,7 @@ class SoftplusDecay(DecayModule):
     """Decay of Mamba-2 (arXiv 2405.21060) and Gated DeltaNet: log_decay [B, T, H] = −A dt, dt = softplus(x + b), which
     the spec may bound. A begins between 1 and 16, as in Mamba-2; in the code of Gated DeltaNet, between 0 and 16."""
 
-    kind = "softplus"
+    kind, takes_backend = "softplus", True
 
     def build(self) -> None:
         self.in_features = self.num_heads
@@ -106,11 +113,16 @@ class SoftplusDecay(DecayModule):
         self.A_log.uniform_(1, 16).log_()
         draw_step_bias_(self.dt_bias, self.spec.dt_min, self.spec.dt_max)
 
-    def forward(self, x: Tensor, step_size: bool = False) -> Any:
+    def forward(self, x: Tensor, backend: str = "auto", step_size: bool = False) -> Any:
         """Returns log_decay [B, T, H]; with `step_size` (log_decay, dt [B, T, H])."""
-        z, spec = biased(x, self.dt_bias), self.spec
-        dt = F.softplus(z).clamp(spec.dt_floor, spec.dt_ceiling)
+        spec = self.spec
+        if not spec.limited and elementwise.computes(backend, x):
+            log_decay = elementwise.head_decay(x, self.dt_bias, self.A_log)
+            return (log_decay, -elementwise.head_decay(x, self.dt_bias, None)) if step_size else log_decay
+        z = biased(x, self.dt_bias)
+        dt = F.softplus(z)
         if spec.limited:
+            dt = dt.clamp(spec.dt_floor, spec.dt_ceiling)
             log_decay = -finite_exp(self.A_log.to(z.dtype), ROOM) * dt
         else:
             log_decay = softplus_decay(z, self.A_log)
@@ -128,16 +140,16 @@ class SigmoidDecay(DecayModule):
     """GLA's decay: log_decay [B, T, H, K] = log σ(W x + b) / temperature, 16 in GLA (arXiv 2312.06635, section 4.4);
     with a lower bound ℓ, log(e^ℓ + (1 − e^ℓ) σ(W x + b)^(1/temperature)), HGRN2's (arXiv 2404.07904)."""
 
-    kind = "sigmoid"
+    kind, takes_backend = "sigmoid", True
 
     def build(self) -> None:
         self.in_features = self.spec.projected(self.num_heads, self.key_dim)
         full = self.spec.rank == "full"
         self.up = nn.Identity() if full else nn.Linear(self.in_features, self.num_heads * self.key_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, backend: str = "auto") -> Tensor:
         logits, bound = self._heads(self.up(x)), self.spec.lower_bound
-        log_decay = F.logsigmoid(logits.to(accumulator(logits))) / self.spec.temperature
+        log_decay = log_sigmoid(logits, self.spec.temperature, backend)
         if bound is None:
             return log_decay
         return torch.logaddexp(log_decay.new_tensor(bound), log_decay + math.log(-math.expm1(bound)))
@@ -193,7 +205,7 @@ class SoftplusVectorDecay(DecayModule):
 
 
 class Decays(Stage):
-    """log_decay, and the step size dt if the decay has one."""
+    """log_decay, and the step size dt if more depends on it."""
 
     field = "decay.kind"
 
@@ -214,8 +226,8 @@ class Decays(Stage):
         return {"decay": mixer.spec.decay.kind}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        steps = mixer.spec.decay.kind in STEPPED
-        options = {"step_size": True} if steps else {"backend": mixer.backend} if mixer.decay.takes_backend else {}
+        steps, options = mixer.spec.step_size, {"backend": mixer.backend} if mixer.decay.takes_backend else {}
+        options |= {"step_size": True} if steps else {}
         found = t.sequences.tokenwise(mixer.decay, t.parts["decay"], **options)
         t.log_decay, t.dt = found if steps else (found, None)
 

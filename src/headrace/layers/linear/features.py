@@ -71,7 +71,8 @@ class Rotate(Stage):
         return {"rotary": order, "turned": turned, "amplitude": mixer.rope.scale, "frequencies": turns}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        turn = angles(t.positions, mixer.rope, mixer.rope_theta, mixer.K)
+        cos, sin = angles(t.positions, mixer.rope, mixer.rope_theta, mixer.K)
+        turn = cos.to(accumulator(t.q)), sin.to(accumulator(t.q))
         t.q, t.k = rotate(t.q, turn, mixer.backend), rotate(t.k, turn, mixer.backend)
 
 

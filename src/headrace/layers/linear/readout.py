@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...ops.backends.triton.elementwise import silu_product
+from ...ops.backends.triton import elementwise
 from ...ops.call import accumulator
 from ...spec.read import HEAD_NORMS, WIDE_NORMS
 from ..base import SelfInitialized
@@ -19,6 +19,7 @@ from .competition import gates_query
 from .stage import Stage, Tokens, refuse_changes
 
 GROUP_NORM_EPS = 64e-5  # RWKV-6: 1e-5 · 8², where 8 is its head size divisor
+GATES = "silu", "sigmoid", "sigmoid-low-rank"  # of each channel, which the kernel of the norm applies
 # The lower bounds of the norms, which are the epsilons of PyTorch's F.normalize and nn.LayerNorm.
 NORM_FLOORS = {"l2": 1e-12, "layer": 1e-5**0.5}
 
@@ -122,9 +123,10 @@ class Gate(Stage):
         return {"gate": mixer.spec.read.gate, "order": self.order}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        logits = t.sequences.tokenwise(mixer.gate, t.parts["gate"])
-        is_silu = mixer.gate.activation == "silu"
-        t.out = silu_product(t.out, logits, mixer.backend) if is_silu else t.out * torch.sigmoid(logits)
+        if "gate" in t.parts:  # not yet applied by the kernel of the norm
+            logits = t.sequences.tokenwise(mixer.gate, t.parts["gate"])
+            is_silu = mixer.gate.activation == "silu"
+            t.out = elementwise.silu_product(t.out, logits, mixer.backend) if is_silu else t.out * torch.sigmoid(logits)
 
 
 class GateFirst(Gate):
@@ -160,7 +162,13 @@ class Norm(Stage):
         return {"norm": read.norm}
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        t.out = NORMS[mixer.spec.read.norm](mixer, t.out)
+        read = mixer.spec.read
+        gated = read.norm == "rms" and read.order == "norm-gate" and read.gate in GATES
+        if gated and t.out.dtype == t.parts["gate"].dtype and elementwise.computes(mixer.backend, t.out):
+            gate, silu = t.sequences.tokenwise(mixer.gate, t.parts.pop("gate")), read.gate == "silu"
+            t.out = elementwise.GatedNorm.apply(t.out, gate, mixer.norm_weight, mixer.norm_eps, silu)
+        else:
+            t.out = NORMS[read.norm](mixer, t.out)
 
 
 def floored_norm(mixer: Any, x: Tensor) -> Tensor:

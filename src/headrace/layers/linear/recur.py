@@ -37,7 +37,8 @@ class Strength(Stage):
             t.beta = t.beta + (t.write[..., None] if t.beta.dim() > 3 else t.write)
             t.write = None
         if spec.write.residual_chunk is None:
-            t.beta = t.beta.sigmoid() * (2 if spec.write.beta == "sigmoid-2" else 1)
+            t.beta = t.beta.sigmoid()
+            t.beta = 2 * t.beta if spec.write.beta == "sigmoid-2" else t.beta
 
 
 class StepSize(Stage):

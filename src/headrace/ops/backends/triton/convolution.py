@@ -37,6 +37,27 @@ def unsupported_reason(conv: nn.Conv1d, x: Tensor) -> str | None:
     return None
 
 
+def convolve_token(
+    x: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, silu: bool, in_place: bool
+) -> tuple[Tensor, Tensor]:
+    """Convolves one token x [N, 1, C] after its history [N, W − 1, C]: (y [N, 1, C], the next history). There are no
+    gradients. in_place: whether the next history takes the place of this one."""
+    from .launch import one_stride, strides
+    from .taps import convolve_token as kernel
+
+    tokens, y, W = one_stride(x[:, :, None]), like(x), weight.shape[-1]
+    in_place = in_place and history.dtype == x.dtype and history.is_contiguous()
+    history = history.to(x).contiguous()
+    after = history if in_place else torch.empty_like(history)
+    bias = None if bias is None else bias.contiguous()
+    with torch.cuda.device_of(x):
+        kernel[len(x), -(-x.shape[2] // CHANNELS)](
+            tokens, weight.contiguous(), bias, history, y, after, C=x.shape[2], W=W, SILU=silu, BC=CHANNELS,
+            TAPS=1 << (W - 1).bit_length(), num_warps=1, **strides(x=tokens),
+        )  # fmt: skip
+    return y, after
+
+
 def _arguments(x: Tensor, weight: Tensor, cu_seqlens: Tensor | None) -> dict[str, Any]:
     """Returns the arguments that all kernels have, without the bias, which has to be contiguous."""
     from .launch import one_stride, strides

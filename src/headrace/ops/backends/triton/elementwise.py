@@ -1,6 +1,6 @@
 """What stands between a layer's products and its recurrence, by the backend "triton": the L2 norm of q and k, rotary
-positions, the decay per channel and products with SiLU. Each keeps its inputs alone. Compiled graphs do not have them:
-Inductor fuses what PyTorch computes with what stands beside it.
+positions, decays by a sigmoid or softplus, the norm with an output gate, and products with SiLU. Each keeps its inputs
+alone. Compiled graphs do not have them: Inductor fuses what PyTorch computes with what stands beside it.
 
 Dimensions: B batch, T tokens, H heads, K channels per head, F frequencies, C channels.
 """
@@ -17,7 +17,9 @@ from ...call import like
 from ...derivatives import first_order, has_address, transformed
 from .limits import DTYPES, chosen, missing
 
-NUMBERS = 2048  # of a program
+NUMBERS = 2048  # of a program at a time
+ROWS = 128  # at most, whose indices take more registers than their numbers
+GROUPS = 16  # of them, of a program that sums over tokens
 FAR = -40.0  # softplus(z) is e^z to the last digit of a float64 below
 ROOM = 24  # of a rate e^A, below the largest number, for softplus(z), whose gradient to a low z − FAR has e^20
 LIMITS = {"far": FAR, "limit": math.log(torch.finfo(torch.float32).max) - ROOM}
@@ -40,11 +42,28 @@ def silu_product(x: Tensor, gate: Tensor, backend: str = "auto") -> Tensor:
     return x * F.silu(gate)
 
 
-def over_heads(kernel: str, x: Tensor, *tensors: Tensor, **numbers: float) -> None:
-    """Launches a kernel of rows.py over the heads of x [B, T, H, K]; tensors: its other tensors, in order."""
-    (B, T, H, K), width = x.shape, 1 << (x.shape[3] - 1).bit_length()
-    grid, sizes = -(-B * T * H * width // NUMBERS), {"total": B * T * H, "H": H, "K": K, "BK": width}
-    _launch(kernel, (grid,), {"x": x}, *tensors, R=NUMBERS // width, **sizes, **numbers)
+def over_heads(kernel: str, x: Tensor, *tensors: Any, gate: Tensor | None = None, **numbers: Any) -> None:
+    """Launches a kernel of rows.py over the heads of x [B, T, H, K].
+
+    Args:
+        tensors: its other tensors, in order.
+        gate: another tensor [B, T, H, K] with a stride between tokens, if it has one.
+        numbers: its other arguments. With GROUPS a program computes as many groups of rows.
+    """
+    (B, T, H, K), strided = x.shape, {"x": x} if gate is None else {"x": x, "gate": gate}
+    sizes = {"total": B * T * H, "H": H, "K": K, "BK": 1 << (K - 1).bit_length()}
+    grid = (programs(x, numbers.get("GROUPS", 1)),)
+    _launch(kernel, grid, strided, *tensors, R=rows_at_a_time(K), **sizes, **numbers)
+
+
+def rows_at_a_time(K: int) -> int:
+    return min(NUMBERS >> (K - 1).bit_length(), ROWS)
+
+
+def programs(x: Tensor, groups: int) -> int:
+    """Returns the number of programs of `over_heads`."""
+    K = x.shape[3]
+    return -(-x.numel() // (K * rows_at_a_time(K) * groups))
 
 
 def over_tokens(kernel: str, x: Tensor, gate: Tensor, *tensors: Tensor) -> None:
@@ -55,7 +74,7 @@ def over_tokens(kernel: str, x: Tensor, gate: Tensor, *tensors: Tensor) -> None:
     _launch(kernel, (B * T, -(-C // width)), given, *tensors, C=C, BC=width)
 
 
-def _launch(kernel: str, grid: tuple[int, ...], strided: dict[str, Tensor], *tensors: Tensor, **numbers: float) -> None:
+def _launch(kernel: str, grid: tuple[int, ...], strided: dict[str, Tensor], *tensors: Any, **numbers: float) -> None:
     from . import rows
     from .launch import one_stride, strides
 
@@ -99,24 +118,56 @@ class Rotation(torch.autograd.Function):
 
 
 class SoftplusDecay(torch.autograd.Function):
-    """(x [B, T, H, K], bias [H K], log_rate [H]) -> −e^log_rate softplus(x + bias) [B, T, H, K], in float32."""
+    """(x [B, T, H, K], bias [H K] or None, log_rate [H] or None, sign, rate) -> −e^log_rate softplus(sign (x + bias)),
+    in float32. rate: the logarithm of all rates, if there is no log_rate."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, log_rate: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, log_rate: Tensor | None, sign: float = 1.0, rate: float = 0.0
+    ) -> Tensor:
+        ctx.numbers = LIMITS | {"sign": sign, "rate": rate}
+        bias, log_rate = (None if p is None else p.contiguous() for p in (bias, log_rate))
         ctx.save_for_backward(x, bias, log_rate)
         y = x.new_empty(x.shape, dtype=torch.float32)
-        over_heads("softplus_decay", x, bias.contiguous(), log_rate.contiguous(), y, **LIMITS)
+        over_heads("softplus_decay", x, bias, log_rate, y, **ctx.numbers)
         return y
 
     @staticmethod
-    @first_order("the decay per channel", INSTEAD)
+    @first_order("the decay", INSTEAD)
     def backward(ctx: Any, d_y: Tensor) -> Any:
         x, bias, log_rate = ctx.saved_tensors
-        d_x, d_rates = like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-        tensors = bias.contiguous(), log_rate.contiguous(), d_y.contiguous(), d_x, d_rates
-        over_heads("softplus_decay_backward", x, *tensors, **LIMITS)
-        d_bias = d_x.sum((0, 1), dtype=torch.float32).flatten()
-        return d_x, d_bias.to(bias.dtype), d_rates.sum((0, 1)).to(log_rate.dtype)
+        d_x, d_rates = like(x), None if log_rate is None else x.new_empty(x.shape[:-1], dtype=torch.float32)
+        over_heads("softplus_decay_backward", x, bias, log_rate, d_y.contiguous(), d_rates, d_x, **ctx.numbers)
+        d_bias = None if bias is None else d_x.sum((0, 1), dtype=torch.float32).flatten().to(bias.dtype)
+        return d_x, d_bias, None if d_rates is None else d_rates.sum((0, 1)).to(log_rate.dtype), None, None
+
+
+class GatedNorm(torch.autograd.Function):
+    """(x and gate [B, T, H, V], weight [V] or None, eps, silu) -> x / √(mean x² + eps) · weight · SiLU(gate), or with
+    silu=False · σ(gate)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, silu: bool) -> Tensor:
+        weight = None if weight is None else weight.contiguous()
+        ctx.save_for_backward(x, gate, weight)
+        ctx.numbers = {"eps": eps, "SILU": silu}
+        over_heads("gated_norm", x, weight, y := like(x), gate=gate, **ctx.numbers)
+        return y
+
+    @staticmethod
+    @first_order("the norm with an output gate", INSTEAD)
+    def backward(ctx: Any, d_y: Tensor) -> Any:
+        x, gate, weight = ctx.saved_tensors
+        sums = None if weight is None else x.new_empty(programs(x, GROUPS), x.shape[3], dtype=torch.float32)
+        d_gate, d_x = like(gate), like(x)
+        tensors = weight, d_y.contiguous(), d_gate, sums, d_x
+        over_heads("gated_norm_backward", x, *tensors, gate=gate, GROUPS=GROUPS, **ctx.numbers)
+        return d_x, d_gate, None if sums is None else sums.sum(0).to(weight.dtype), None, None
+
+
+def head_decay(x: Tensor, bias: Tensor, log_rate: Tensor | None) -> Tensor:
+    """Returns −e^log_rate softplus(x + bias) [B, T, H] for x [B, T, H], in float32."""
+    return SoftplusDecay.apply(x[..., None], bias, log_rate)[..., 0]
 
 
 class SiLUProduct(torch.autograd.Function):

@@ -1,5 +1,5 @@
-"""Kernels over the channels of a head: the L2 norm, rotary positions, and the decay −e^rate softplus(x + bias), with
-their gradients; and over all channels of a token, x SiLU(gate).
+"""Kernels over the channels of a head: the L2 norm, RMSNorm with an output gate, rotary positions, and the decay
+−e^rate softplus(± (x + bias)), with their gradients; and over all channels of a token, x SiLU(gate).
 
 A program over heads holds R rows [R, BK], a row being the K channels of one head of one token. x and the gate have a
 stride between tokens, all other tensors are contiguous. The backward computes the forward anew. Sums are in float32.
@@ -10,9 +10,9 @@ import triton.language as tl
 
 
 @triton.jit
-def rows_of(total, H, K, R: tl.constexpr, BK: tl.constexpr):
-    """Returns of a program's rows their indices, heads and mask, and of their channels the indices and the mask."""
-    rows, channels = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R), tl.arange(0, BK)
+def rows_of(group, total, H, K, R: tl.constexpr, BK: tl.constexpr):
+    """Returns of a group of R rows their indices, heads, channels and mask [R, BK]."""
+    rows, channels = group.to(tl.int64) * R + tl.arange(0, R), tl.arange(0, BK)
     return rows, rows % H, channels, (rows < total)[:, None] & (channels < K)[None, :]
 
 
@@ -25,7 +25,7 @@ def loaded(x, stride, rows, heads, channels, mask, H, K):
 @triton.jit(do_not_specialize=["x_stride", "total"])
 def l2_norm(x, y, x_stride, total, H, K, eps, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr):
     """Grid: (groups of R rows,). Writes y = x / √(|x|² + eps)."""
-    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
+    rows, heads, channels, mask = rows_of(tl.program_id(0), total, H, K, R, BK)
     row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
     row *= tl.rsqrt(tl.sum(row * row, 1) + eps)[:, None]
     tl.store(y + rows[:, None] * K + channels[None, :], row.to(y.dtype.element_ty), mask=mask)
@@ -36,7 +36,7 @@ def l2_norm_backward(
     x, d_y, d_x, x_stride, total, H, K, eps, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
     """Grid: (groups of R rows,). Writes d_x = (d_y − y (y · d_y)) / √(|x|² + eps)."""
-    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
+    rows, heads, channels, mask = rows_of(tl.program_id(0), total, H, K, R, BK)
     row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
     d_row = loaded(d_y, H * K, rows, heads, channels, mask, H, K)
     inverse = tl.rsqrt(tl.sum(row * row, 1) + eps)[:, None]
@@ -45,12 +45,61 @@ def l2_norm_backward(
     tl.store(d_x + rows[:, None] * K + channels[None, :], d_row.to(d_x.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["x_stride", "gate_stride", "total"])
+def gated_norm(
+    x, gate, weight, y, x_stride, gate_stride, total, H, K, eps, SILU: tl.constexpr, R: tl.constexpr,
+    BK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (groups of R rows,). Writes y = x / √(mean x² + eps) · weight · σ(gate), or SiLU(gate) in place of σ."""
+    rows, heads, channels, mask = rows_of(tl.program_id(0), total, H, K, R, BK)
+    row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
+    z = loaded(gate, gate_stride * ALIGN, rows, heads, channels, mask, H, K)
+    row *= tl.rsqrt(tl.sum(row * row, 1) / K + eps)[:, None] * tl.sigmoid(z)
+    if SILU:
+        row *= z
+    if weight is not None:
+        row *= tl.load(weight + channels, mask=channels < K, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + rows[:, None] * K + channels[None, :], row.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "gate_stride", "total"])
+def gated_norm_backward(
+    x, gate, weight, d_y, d_gate, d_weight, d_x, x_stride, gate_stride, total, H, K, eps, SILU: tl.constexpr,
+    GROUPS: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (GROUPS groups of R rows,). Writes d_x and d_gate, and the sums over a program's rows, d_weight [·, K]."""
+    w, sums = 1.0, tl.zeros((BK,), tl.float32)
+    if weight is not None:
+        w = tl.load(weight + tl.arange(0, BK), mask=tl.arange(0, BK) < K, other=0.0).to(tl.float32)[None, :]
+    for i in range(GROUPS):
+        rows, heads, channels, mask = rows_of(tl.program_id(0) * GROUPS + i, total, H, K, R, BK)
+        row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
+        z = loaded(gate, gate_stride * ALIGN, rows, heads, channels, mask, H, K)
+        d_row = loaded(d_y, H * K, rows, heads, channels, mask, H, K)
+        inverse, at = tl.rsqrt(tl.sum(row * row, 1) / K + eps)[:, None], rows[:, None] * K + channels[None, :]
+        row *= inverse
+        s = tl.sigmoid(z)
+        slope = s * (1 - s)
+        if SILU:
+            slope = s + z * slope
+            s *= z
+        tl.store(d_gate + at, (d_row * row * w * slope).to(d_gate.dtype.element_ty), mask=mask)
+        d_row *= s
+        sums += tl.sum(d_row * row, 0)
+        d_row *= w
+        d_row = inverse * (d_row - row * (tl.sum(row * d_row, 1) / K)[:, None])
+        tl.store(d_x + at, d_row.to(d_x.dtype.element_ty), mask=mask)
+    if d_weight is not None:
+        into = d_weight + tl.program_id(0).to(tl.int64) * K + tl.arange(0, BK)
+        tl.store(into, sums, mask=tl.arange(0, BK) < K)
+
+
 @triton.jit(do_not_specialize=["x_stride", "total", "places"])
 def rotate(
     x, cos, sin, y, x_stride, total, H, K, F, places, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
     """Grid: (groups of R rows,). Rotates channel i < F with channel i + F, token t by cos and sin [t mod places, F]."""
-    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
+    rows, heads, channels, mask = rows_of(tl.program_id(0), total, H, K, R, BK)
     first, turned = channels < F, mask & (channels < 2 * F)[None, :]
     other = tl.where(first, channels + F, channels - F)
     at = (rows // H % places * F)[:, None] + tl.where(first, channels, other)[None, :]
@@ -62,11 +111,16 @@ def rotate(
 
 
 @triton.jit
-def decayed(x, bias, rates, stride, rows, heads, channels, mask, H, K, far, limit):
-    """Returns (z, rate, log_decay) of a program's rows: see `softplus_decay` in layers/linear/decays.py. With d = how
-    far z is below `far`, rate is e^(A − d), at most e^limit, and log_decay = −rate softplus(z + d)."""
-    z = loaded(x, stride, rows, heads, channels, mask, H, K) + loaded(bias, 0, rows, heads, channels, mask, H, K)
-    A = tl.load(rates + heads).to(tl.float32)[:, None]
+def decayed(x, bias, rates, stride, rows, heads, channels, mask, H, K, sign, rate, far, limit):
+    """Returns (z, A, rate, log_decay) of a program's rows: see `softplus_decay` in layers/linear/decays.py. With d =
+    how far z is below `far`, rate is e^(A − d), at most e^limit, and log_decay = −rate softplus(z + d)."""
+    z = loaded(x, stride, rows, heads, channels, mask, H, K)
+    if bias is not None:
+        z += loaded(bias, 0, rows, heads, channels, mask, H, K)
+    z *= sign
+    A = rate
+    if rates is not None:
+        A = tl.load(rates + heads).to(tl.float32)[:, None]
     below = tl.maximum(far - z, 0.0)
     e = tl.exp(-tl.abs(z + below))
     s = e / (2 + e)  # log(1 + e) = 2 artanh(s), s ≤ 1/3; its series, since a GPU's logarithm has few digits near 1
@@ -78,27 +132,30 @@ def decayed(x, bias, rates, stride, rows, heads, channels, mask, H, K, far, limi
 
 @triton.jit(do_not_specialize=["x_stride", "total"])
 def softplus_decay(
-    x, bias, rates, y, x_stride, total, H, K, far, limit, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr
+    x, bias, rates, y, x_stride, total, H, K, sign, rate, far, limit, R: tl.constexpr, BK: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups of R rows,). Writes y = log_decay."""
-    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
-    result = decayed(x, bias, rates, x_stride * ALIGN, rows, heads, channels, mask, H, K, far, limit)[3]
+    rows, heads, channels, mask = rows_of(tl.program_id(0), total, H, K, R, BK)
+    result = decayed(x, bias, rates, x_stride * ALIGN, rows, heads, channels, mask, H, K, sign, rate, far, limit)[3]
     tl.store(y + rows[:, None] * K + channels[None, :], result, mask=mask)
 
 
 @triton.jit(do_not_specialize=["x_stride", "total"])
 def softplus_decay_backward(
-    x, bias, rates, d_y, d_x, d_rates, x_stride, total, H, K, far, limit, R: tl.constexpr, BK: tl.constexpr,
-    ALIGN: tl.constexpr,
+    x, bias, rates, d_y, d_rates, d_x, x_stride, total, H, K, sign, rate, far, limit, R: tl.constexpr,
+    BK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Grid: (groups of R rows,). Writes d_x, and the gradient to the rate from each row alone, d_rates [total]."""
-    rows, heads, channels, mask = rows_of(total, H, K, R, BK)
-    z, A, rate, result = decayed(x, bias, rates, x_stride * ALIGN, rows, heads, channels, mask, H, K, far, limit)
+    rows, heads, channels, mask = rows_of(tl.program_id(0), total, H, K, R, BK)
+    stride = x_stride * ALIGN
+    z, A, rate, result = decayed(x, bias, rates, stride, rows, heads, channels, mask, H, K, sign, rate, far, limit)
     d_row = loaded(d_y, H * K, rows, heads, channels, mask, H, K)
     d_rate = d_row * tl.where(A - tl.maximum(far - z, 0.0) <= limit, result, 0.0)
-    d_row = tl.where(z < far, d_rate, -rate * tl.sigmoid(z) * d_row)
+    d_row = sign * tl.where(z < far, d_rate, -rate * tl.sigmoid(z) * d_row)
     tl.store(d_x + rows[:, None] * K + channels[None, :], d_row.to(d_x.dtype.element_ty), mask=mask)
-    tl.store(d_rates + rows, tl.sum(d_rate, 1), mask=rows < total)
+    if d_rates is not None:
+        tl.store(d_rates + rows, tl.sum(d_rate, 1), mask=rows < total)
 
 
 @triton.jit

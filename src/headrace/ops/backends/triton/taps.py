@@ -60,6 +60,29 @@ def convolve(
     tl.store(y + token * C + at, z.to(y.dtype.element_ty), mask=mask)
 
 
+@triton.jit(do_not_specialize=["x_stride"])
+def convolve_token(
+    x, weight, bias, history, y, after, x_stride, C, W: tl.constexpr, SILU: tl.constexpr, BC: tl.constexpr,
+    TAPS: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (sequences, tiles of channels). Writes y [N, C] of the token x, and the next history [N, W − 1, C] to
+    `after`, which may be `history`. TAPS: a power of two, at least W."""
+    n, taps = tl.program_id(0).to(tl.int64), tl.arange(0, TAPS)[:, None]
+    channels = tl.program_id(1) * BC + tl.arange(0, BC)
+    inside, at = (channels < C)[None, :], n * (W - 1) * C + taps * C + channels[None, :]
+    here = tl.load(x + n * x_stride * ALIGN + channels[None, :], mask=inside, other=0.0)
+    read = tl.where(taps == W - 1, here, tl.load(history + at, mask=(taps < W - 1) & inside, other=0.0))
+    w = tl.load(weight + channels[None, :] * W + taps, mask=(taps < W) & inside, other=0.0)
+    z = tl.sum(read.to(tl.float32) * w.to(tl.float32), 0)
+    if bias is not None:
+        z += tl.load(bias + channels, mask=channels < C, other=0.0).to(tl.float32)
+    if SILU:
+        z *= tl.sigmoid(z)
+    tl.store(y + n * C + channels, z.to(y.dtype.element_ty), mask=channels < C)
+    tl.debug_barrier()  # another thread may hold a copy of an entry of the history, and load it last
+    tl.store(after + at - C, read, mask=(taps > 0) & (taps < W) & inside)
+
+
 @triton.jit(do_not_specialize=["x_stride", "total", "T"])
 def silu_backward(
     x, weight, bias, starts, d_y, d_z, x_stride, total, T, C, W: tl.constexpr, R: tl.constexpr, BC: tl.constexpr,
