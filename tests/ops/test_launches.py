@@ -164,9 +164,9 @@ def launches_of_a_layer(mixer, gpu="sm_90"):
 def test_a_layer_launches_each_kernel_once():
     """Those of the norm once for q and once for k."""
     launched = launches_of_a_layer("softmax-gated-deltanet")
-    forward = ["convolve", "softplus_decay", "l2_norm", "l2_norm", *KERNELS[:2], "gated_norm"]
+    forward = ["convolve", "softplus_decay", "l2_norm", "l2_norm", *KERNELS[:2], "norm"]
     norms = ["l2_norm_backward"] * 2
-    backward = ["gated_norm_backward", *KERNELS[2:], *norms, "softplus_decay_backward", "silu_backward"]
+    backward = ["norm_backward", *KERNELS[2:], *norms, "softplus_decay_backward", "silu_backward"]
     assert [x.kernel for x in launched] == [*forward, *backward, "convolve_backward"]
     assert all(x.code.stack == 0 for x in launched)
 
@@ -178,16 +178,27 @@ def test_a_token_of_a_layer_launches_each_kernel_once(gpu):
     layer.backend, state = "triton", layer(x)[1]
     with dry.gpu(gpu) as launched:
         layer(x, state)
-    expected = ["convolve_token", "softplus_decay", "l2_norm", "l2_norm", "step_kernel", "gated_norm"]
+    expected = ["convolve_token", "softplus_decay", "l2_norm", "l2_norm", "step_kernel", "norm"]
     assert [x.kernel for x in launched] == expected and all(x.code.stack == 0 for x in launched)
 
 
 @pytest.mark.parametrize("gpu", dry.GPUS)
 def test_elementwise_kernels_spill_nothing(gpu):
     found = {x.kernel: x.code for mixer in ("retnet", "kda", "mamba2") for x in launches_of_a_layer(mixer, gpu)}
-    names = "l2_norm", "softplus_decay", "gated_norm", "silu_product"
+    names = "l2_norm", "softplus_decay", "norm", "silu_product"
     kernels = [f"{name}{way}" for name in names for way in ("", "_backward")]
     assert all(found[name].stack == 0 for name in (*kernels, "rotate"))
+
+
+@pytest.mark.parametrize("gpu", dry.GPUS)
+def test_norms_of_long_rows_spill_nothing(gpu):
+    """With as many channels as a program takes."""
+    x, weight = (torch.ones(*shape, 2048, dtype=torch.bfloat16, requires_grad=True) for shape in ((1, 3), ()))
+    with dry.gpu(gpu) as launched:
+        gated = elementwise.GatedNorm.apply(x[:, :, None], x[:, :, None], weight, 1e-6, True)
+        torch.autograd.backward([gated, *elementwise.NormOfSum.apply(x, x, weight, 1e-6)], [gated, x, x])
+    assert [x.kernel for x in launched] == ["norm", "norm", "norm_backward", "norm_backward"]
+    assert all(x.code.stack == 0 for x in launched)
 
 
 # Of the layers of 340M parameters: heads of v, K, V, whether the decay is per key, whether the rule is delta

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from headrace import InputError, Mixer, zoo
 from headrace.layers.linear import decays
@@ -122,6 +123,27 @@ def test_norm_with_an_output_gate(sizes, silu):
     norm = lambda x, gate, weight=None: elementwise.GatedNorm.apply(x, gate, weight, 1e-5, silu)  # noqa: E731
     agree(norm, plain_norm(silu), x, gate, weight, tolerance=2e-6)
     agree(norm, plain_norm(silu), x, gate, tolerance=2e-6)
+
+
+class Branches(nn.Module):
+    """The sum and its norm, side by side."""
+
+    def forward(self, x, y, weight=None):
+        s, z = elementwise.NormOfSum.apply(x, y, weight, 1e-5) if x.dtype != torch.float64 else self.plain(x, y, weight)
+        return torch.cat([s, z], -1)
+
+    def plain(self, x, y, weight):
+        return x + y, F.rms_norm(x + y, x.shape[-1:], weight, 1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 70), (1, 1, 1), (1, 40, 2000)], ids=str)
+def test_norm_of_a_sum_and_its_second_derivative(sizes):
+    (x, y), weight = (side_by_side(*sizes[:2], 1, sizes[2])[:, :, 0] for _ in range(2)), torch.randn(sizes[2])
+    both, y = Branches(), y.flip(1)
+    agree(both, both, x, y, weight, tolerance=2e-6)
+    agree(both, both, x, y, tolerance=2e-6)
+    agree_twice(both, both, x, y, weight)
+    agree_twice(both, both, x, y)
 
 
 @pytest.mark.parametrize("sizes", [(2, 5, 70), (1, 1, 1), (1, 3, 5000)], ids=str)

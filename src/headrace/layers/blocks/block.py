@@ -20,7 +20,7 @@ from ...spec.serialize import Spec
 from ...spec.stack import MLPS, SHARED, BlockStyle, Layer, as_layers
 from .. import SoftmaxAttention, build
 from ..base import Mixer, named
-from ..norms import OffsetRMSNorm
+from ..norms import OffsetRMSNorm, add_and_norm
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,19 @@ class Block(nn.Module):
             other, state = self.parallel(linked, next(before), **where)
             y = y + other
             after.append(state)
-        old, x = x, self._add("mixer", x, y)
-        if self.cross is not None:
-            require(memory is not None, "memory=None in a block with cross-attention; expected the result of remember")
-            x = self._add("cross", x, self.cross.cross(self._input("cross", x), memory))
-        if self.mlp is None:
-            return x
-        read = linked if self.order == "parallel-joint" else self._input("mlp", old if self.order == "parallel" else x)
+        old, read = x, linked
+        if self.order == "pre" and self.cross is None and self.mlp is not None:
+            x, read = add_and_norm(self.mlp_norm, x, y)
+        else:
+            x = self._add("mixer", x, y)
+            if self.cross is not None:
+                missing = "memory=None in a block with cross-attention; expected the result of remember"
+                require(memory is not None, missing)
+                x = self._add("cross", x, self.cross.cross(self._input("cross", x), memory))
+            if self.mlp is None:
+                return x
+            if self.order != "parallel-joint":
+                read = self._input("mlp", old if self.order == "parallel" else x)
         y, *own = self.mlp(read, next(before), **where) if isinstance(self.mlp, Mixer) else (self.mlp(read),)
         after += own
         return self._add("mlp", x, y)

@@ -42,15 +42,15 @@ def silu_product(x: Tensor, gate: Tensor, backend: str = "auto") -> Tensor:
     return x * F.silu(gate)
 
 
-def over_heads(kernel: str, x: Tensor, *tensors: Any, gate: Tensor | None = None, **numbers: Any) -> None:
+def over_heads(kernel: str, x: Tensor, *tensors: Any, **numbers: Any) -> None:
     """Launches a kernel of rows.py over the heads of x [B, T, H, K].
 
     Args:
         tensors: its other tensors, in order.
-        gate: another tensor [B, T, H, K] with a stride between tokens, if it has one.
-        numbers: its other arguments. With GROUPS a program computes as many groups of rows.
+        numbers: its other arguments; gate, of a kernel that has one, is None or as x. With GROUPS a program computes as
+            many groups of rows.
     """
-    (B, T, H, K), strided = x.shape, {"x": x} if gate is None else {"x": x, "gate": gate}
+    (B, T, H, K), strided = x.shape, {"x": x} | ({"gate": numbers.pop("gate")} if "gate" in numbers else {})
     sizes = {"total": B * T * H, "H": H, "K": K, "BK": 1 << (K - 1).bit_length()}
     grid = (programs(x, numbers.get("GROUPS", 1)),)
     _launch(kernel, grid, strided, *tensors, R=rows_at_a_time(K), **sizes, **numbers)
@@ -74,7 +74,7 @@ def over_tokens(kernel: str, x: Tensor, gate: Tensor, *tensors: Tensor) -> None:
     _launch(kernel, (B * T, -(-C // width)), given, *tensors, C=C, BC=width)
 
 
-def _launch(kernel: str, grid: tuple[int, ...], strided: dict[str, Tensor], *tensors: Any, **numbers: float) -> None:
+def _launch(kernel: str, grid: tuple[int, ...], strided: dict[str, Any], *tensors: Any, **numbers: float) -> None:
     from . import rows
     from .launch import one_stride, strides
 
@@ -151,18 +151,50 @@ class GatedNorm(torch.autograd.Function):
         weight = None if weight is None else weight.contiguous()
         ctx.save_for_backward(x, gate, weight)
         ctx.numbers = {"eps": eps, "SILU": silu}
-        over_heads("gated_norm", x, weight, y := like(x), gate=gate, **ctx.numbers)
+        over_heads("norm", x, weight, None, None, y := like(x), gate=gate, **ctx.numbers)
         return y
 
     @staticmethod
     @first_order("the norm with an output gate", INSTEAD)
     def backward(ctx: Any, d_y: Tensor) -> Any:
-        x, gate, weight = ctx.saved_tensors
-        sums = None if weight is None else x.new_empty(programs(x, GROUPS), x.shape[3], dtype=torch.float32)
-        d_gate, d_x = like(gate), like(x)
-        tensors = weight, d_y.contiguous(), d_gate, sums, d_x
-        over_heads("gated_norm_backward", x, *tensors, gate=gate, GROUPS=GROUPS, **ctx.numbers)
-        return d_x, d_gate, None if sums is None else sums.sum(0).to(weight.dtype), None, None
+        return *_norm_backward(*ctx.saved_tensors, None, d_y, **ctx.numbers), None, None
+
+
+class NormOfSum(torch.autograd.Function):
+    """(x and y [B, T, D], weight [D] or None, eps) -> (x + y, its RMSNorm)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        weight, ctx.eps, sums, normed = None if weight is None else weight.contiguous(), eps, like(x), like(x)
+        over_heads("norm", x[:, :, None], weight, y.contiguous(), sums, normed, gate=None, eps=eps, SILU=False)
+        ctx.save_for_backward(sums, weight)
+        return sums, normed
+
+    @staticmethod
+    def backward(ctx: Any, d_sums: Tensor, d_normed: Tensor) -> Any:
+        sums, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # under create_graph=True: what PyTorch can differentiate again
+            wide, d_wide = sums.float(), d_normed.float()
+            inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + ctx.eps)
+            d_row, d_weight = d_wide if weight is None else d_wide * weight, (d_wide * wide * inverse).sum((0, 1))
+            d_x = inverse * (d_row - wide * inverse.square() * (wide * d_row).mean(-1, keepdim=True))
+            d_x = d_x.to(sums.dtype) + d_sums
+            return d_x, d_x, None if weight is None else d_weight.to(weight.dtype), None
+        x = sums[:, :, None]
+        d_x, _, d_weight = _norm_backward(x, None, weight, d_sums, d_normed, eps=ctx.eps, SILU=False)
+        d_x = d_x[:, :, 0]
+        return d_x, d_x, d_weight, None
+
+
+def _norm_backward(
+    x: Tensor, gate: Tensor | None, weight: Tensor | None, d_sums: Tensor | None, d_y: Tensor, **numbers: Any
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Returns the gradients to x, the gate and the weight."""
+    sums = None if weight is None else x.new_empty(programs(x, GROUPS), x.shape[3], dtype=torch.float32)
+    d_gate, d_sums = None if gate is None else like(gate), None if d_sums is None else d_sums.contiguous()
+    tensors = weight, d_sums, d_y.contiguous(), d_gate, sums
+    over_heads("norm_backward", x, *tensors, d_x := like(x), gate=gate, GROUPS=GROUPS, **numbers)
+    return d_x, d_gate, None if weight is None or sums is None else sums.sum(0).to(weight.dtype)
 
 
 def head_decay(x: Tensor, bias: Tensor, log_rate: Tensor | None) -> Tensor:

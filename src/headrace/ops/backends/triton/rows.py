@@ -1,5 +1,5 @@
-"""Kernels over the channels of a head: the L2 norm, RMSNorm with an output gate, rotary positions, and the decay
-−e^rate softplus(± (x + bias)), with their gradients; and over all channels of a token, x SiLU(gate).
+"""Kernels over the channels of a head: the L2 norm, RMSNorm of a sum and with an output gate, rotary positions, and the
+decay −e^rate softplus(± (x + bias)), with their gradients; and over all channels of a token, x SiLU(gate).
 
 A program over heads holds R rows [R, BK], a row being the K channels of one head of one token. x and the gate have a
 stride between tokens, all other tensors are contiguous. The backward computes the forward anew. Sums are in float32.
@@ -46,48 +46,54 @@ def l2_norm_backward(
 
 
 @triton.jit(do_not_specialize=["x_stride", "gate_stride", "total"])
-def gated_norm(
-    x, gate, weight, y, x_stride, gate_stride, total, H, K, eps, SILU: tl.constexpr, R: tl.constexpr,
+def norm(
+    x, gate, weight, added, sums, y, x_stride, gate_stride, total, H, K, eps, SILU: tl.constexpr, R: tl.constexpr,
     BK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (groups of R rows,). Writes y = x / √(mean x² + eps) · weight · σ(gate), or SiLU(gate) in place of σ."""
+    """Grid: (groups of R rows,). Writes y = x / √(mean x² + eps) · weight · σ(gate), or SiLU(gate) in place of σ; where
+    something is added to x, also sums = x + added, whose norm it is."""
     rows, heads, channels, mask = rows_of(tl.program_id(0), total, H, K, R, BK)
-    row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
-    z = loaded(gate, gate_stride * ALIGN, rows, heads, channels, mask, H, K)
-    row *= tl.rsqrt(tl.sum(row * row, 1) / K + eps)[:, None] * tl.sigmoid(z)
-    if SILU:
-        row *= z
+    row, at = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K), rows[:, None] * K + channels[None, :]
+    if added is not None:
+        row = (row + loaded(added, H * K, rows, heads, channels, mask, H, K)).to(sums.dtype.element_ty)
+        tl.store(sums + at, row, mask=mask)
+        row = row.to(tl.float32)
+    row *= tl.rsqrt(tl.sum(row * row, 1) / K + eps)[:, None]
+    if gate is not None:
+        z = loaded(gate, gate_stride * ALIGN, rows, heads, channels, mask, H, K)
+        row *= tl.sigmoid(z) * (z if SILU else 1.0)
     if weight is not None:
         row *= tl.load(weight + channels, mask=channels < K, other=0.0).to(tl.float32)[None, :]
-    tl.store(y + rows[:, None] * K + channels[None, :], row.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + at, row.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["x_stride", "gate_stride", "total"])
-def gated_norm_backward(
-    x, gate, weight, d_y, d_gate, d_weight, d_x, x_stride, gate_stride, total, H, K, eps, SILU: tl.constexpr,
+def norm_backward(
+    x, gate, weight, d_sums, d_y, d_gate, d_weight, d_x, x_stride, gate_stride, total, H, K, eps, SILU: tl.constexpr,
     GROUPS: tl.constexpr, R: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (GROUPS groups of R rows,). Writes d_x and d_gate, and the sums over a program's rows, d_weight [·, K]."""
+    """Grid: (GROUPS groups of R rows,). Writes d_gate, d_x, to which d_sums is added, and d_weight [programs, K], whose
+    sum over programs is the gradient to the weight."""
     w, sums = 1.0, tl.zeros((BK,), tl.float32)
     if weight is not None:
         w = tl.load(weight + tl.arange(0, BK), mask=tl.arange(0, BK) < K, other=0.0).to(tl.float32)[None, :]
     for i in range(GROUPS):
         rows, heads, channels, mask = rows_of(tl.program_id(0) * GROUPS + i, total, H, K, R, BK)
         row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
-        z = loaded(gate, gate_stride * ALIGN, rows, heads, channels, mask, H, K)
         d_row = loaded(d_y, H * K, rows, heads, channels, mask, H, K)
         inverse, at = tl.rsqrt(tl.sum(row * row, 1) / K + eps)[:, None], rows[:, None] * K + channels[None, :]
         row *= inverse
-        s = tl.sigmoid(z)
-        slope = s * (1 - s)
-        if SILU:
-            slope = s + z * slope
-            s *= z
-        tl.store(d_gate + at, (d_row * row * w * slope).to(d_gate.dtype.element_ty), mask=mask)
-        d_row *= s
+        if gate is not None:
+            z = loaded(gate, gate_stride * ALIGN, rows, heads, channels, mask, H, K)
+            s = tl.sigmoid(z)
+            d_z = d_row * row * w * s * ((1 + z * (1 - s)) if SILU else (1 - s))
+            tl.store(d_gate + at, d_z.to(d_gate.dtype.element_ty), mask=mask)
+            d_row *= s * (z if SILU else 1.0)
         sums += tl.sum(d_row * row, 0)
         d_row *= w
         d_row = inverse * (d_row - row * (tl.sum(row * d_row, 1) / K)[:, None])
+        if d_sums is not None:
+            d_row += loaded(d_sums, H * K, rows, heads, channels, mask, H, K)
         tl.store(d_x + at, d_row.to(d_x.dtype.element_ty), mask=mask)
     if d_weight is not None:
         into = d_weight + tl.program_id(0).to(tl.int64) * K + tl.arange(0, BK)
