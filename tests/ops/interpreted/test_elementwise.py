@@ -158,16 +158,12 @@ def test_bfloat16_is_rounded_once():
     x, bias = side_by_side(1, 30, 2, 32, torch.bfloat16), torch.randn(64)
     agree(lambda x: elementwise.L2Norm.apply(x, EPS), l2_norm, x, tolerance=2**-8)
     agree(decay, plain_decay, x, bias, torch.randn(2), tolerance=2**-8)
-    agree(
-        lambda *given: elementwise.GatedNorm.apply(*given, 1e-5, True),
-        plain_norm(True),
-        x,
-        x.flip(1),
-        torch.randn(32),
-        tolerance=2**-8,
-    )
-    x, gate = x.flatten(-2), x.flip(1).flatten(-2)
+    gate, weight = x.flip(1), torch.randn(64)
+    norm = lambda *given: elementwise.GatedNorm.apply(*given, 1e-5, True)  # noqa: E731
+    agree(norm, plain_norm(True), x, gate, weight[:32], tolerance=2**-8)
+    x, gate = x.flatten(-2), gate.flatten(-2)
     agree(elementwise.SiLUProduct.apply, elementwise.silu_product, x, gate, tolerance=2**-8)
+    agree(Branches(), Branches(), x, gate, weight, tolerance=2**-7)  # the sum, too
 
 
 def test_decay_where_rate_or_step_size_overflows():
