@@ -5,10 +5,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
-from headrace.hf import HeadraceForCausalLM
+from headrace import HeadraceForCausalLM, InputError
 from headrace.training import card, checkpoints, run
 from headrace.training.history import History
-from headrace.utils.errors import InputError
 from trained import recipe
 
 SETTINGS = {"tokens": 128 * 2, "warmup": 0, "save_every": 2, "evaluate_every": 2, "evaluate_rows": 2}

@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from equation import inputs
 from groups import refused
-from headrace import context_parallel, layers, linear_attention
-from headrace.hf.cache import HeadraceCache
+from headrace import HeadraceCache, context_parallel, layers, linear_attention
 from headrace.layers.blocks import stack
 from headrace.ops.parallel import context
 from headrace.verification.verify import relative

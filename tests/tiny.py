@@ -6,16 +6,14 @@ from dataclasses import fields, is_dataclass
 
 import torch
 
-from headrace import GateWarning, layers, zoo
+from headrace import GateWarning, HeadraceConfig, HeadraceForCausalLM, layers, zoo
 from headrace.extra.capped import CappedSpec
 from headrace.extra.clamped import ClampedExperts
 from headrace.extra.growing import GrowingSpec
 from headrace.extra.late_norm import LateNormSpec
 from headrace.extra.sparsemixer import NearExperts
 from headrace.extra.specs.latent import LatentSpec
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.spec import AttentionSpec, Pattern
-from headrace.spec.attention import Rope
+from headrace.spec import AttentionSpec, Pattern, Rope
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.verification.verify import relative
 

@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import fresh
 import tiny
-from headrace import load
-from headrace.hf import HeadraceForCausalLM
+from headrace import HeadraceForCausalLM, load
 from headrace.utils.integrity import CHECKSUMS
 
 PROMPT, NEW = 5, 4

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny
 from groups import refused
-from headrace import InputError, load
+from headrace import HeadraceForCausalLM, InputError, load, load_state
 from headrace.cli.console import printable
 from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.convert.checkpoint import read_tokenizer
@@ -21,8 +21,6 @@ from headrace.data.tokenizer import byte_level
 from headrace.files.checks import RECORDED, damage, misfit, read_json, read_record
 from headrace.files.processes import locked
 from headrace.files.provenance import MADE
-from headrace.files.state import load_state
-from headrace.hf import HeadraceForCausalLM
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 HUGE = 10**400  # does not fit a float

@@ -7,9 +7,8 @@ import torch
 
 import tiny
 from groups import command
-from headrace import load
+from headrace import HeadraceForCausalLM, load
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM
 
 GREEDY = ("--temperature", 0, "--json")
 

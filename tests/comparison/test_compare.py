@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from groups import begun_by, command, wait_for
-from headrace import zoo
+from headrace import InputError, zoo
 from headrace.comparison import arm as arm_module
 from headrace.comparison import page
 from headrace.comparison import rows as runs
@@ -36,7 +36,6 @@ from headrace.tasks import IGNORED, Digits, Induction, Masked, Pair, Reverse, Te
 from headrace.training.gate_statistics import GateStatistics
 from headrace.training.parameters import gate_parameters
 from headrace.training.processes import Processes
-from headrace.utils.errors import InputError
 from headrace.utils.integrity import write_json
 from stored import results
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace import tasks
+from headrace import InputError, tasks
 from headrace.comparison import defaults, leaderboard, run
 from headrace.comparison import rows as runs
 from headrace.comparison.model import build
@@ -17,7 +17,6 @@ from headrace.files import engine
 from headrace.files.workers import Worker
 from headrace.training import processes
 from headrace.training.parameters import gate_parameters
-from headrace.utils.errors import InputError
 from plugged import folder  # noqa: F401
 
 TINY = tuple(

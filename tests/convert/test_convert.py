@@ -14,14 +14,12 @@ import tiny
 from families import rewrite, save
 from families.every import described
 from groups import refused
-from headrace import load
+from headrace import HeadraceForCausalLM, InputError, load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.checkpoint import fetched, read_config, read_tokenizer
 from headrace.convert.linearize import linearize
 from headrace.convert.retrofit import retrofit
 from headrace.convert.vocabulary import GPT2, _cl100k
-from headrace.hf import HeadraceForCausalLM
-from headrace.utils.errors import InputError
 
 THEIRS = {"llama": "tied", "mamba2": "base", "qwen3_next": "linear layers alone"}
 

@@ -11,11 +11,10 @@ from test_convert_fields import FLASH
 import flash_models
 import tiny
 from families import float64_throughout
+from headrace import HeadraceForCausalLM, InputError
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.describe import DESCRIPTIONS
 from headrace.convert.flash import mlp_width
-from headrace.hf import HeadraceForCausalLM
-from headrace.utils.errors import InputError
 
 pytest.importorskip("einops", reason="flash-linear-attention's references need it")
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "intermediate_size": 40}

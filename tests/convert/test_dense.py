@@ -7,10 +7,9 @@ from transformers import AutoModelForCausalLM
 
 from families import logits, read, relative, rewrite, save
 from families.every import described
-from headrace import load
+from headrace import InputError, load
 from headrace.convert import export_checkpoint, import_checkpoint
 from headrace.convert.files import WEIGHTS
-from headrace.utils.errors import InputError
 
 
 def saved(kind, path, **changes):

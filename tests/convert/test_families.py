@@ -16,7 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import dense, float64_throughout, logits, parallel, read, relative, rewrite, save, softmax, sparse
 from families.every import FAMILIES, VARIANTS, described
-from headrace import load
+from headrace import HeadraceCache, HeadraceConfig, InputError, load
 from headrace.convert import FORMATS, export_checkpoint, import_checkpoint
 from headrace.convert.describe import has_cache
 from headrace.convert.fields import COMMON
@@ -25,8 +25,6 @@ from headrace.convert.importing import import_config
 from headrace.convert.linearize import linearize
 from headrace.convert.rotary import MSCALES
 from headrace.convert.slots import slots
-from headrace.hf import HeadraceCache, HeadraceConfig
-from headrace.utils.errors import InputError
 
 T = 12
 DECODED = 24  # tokens, one at a time: the memory of attention, which grows by a quarter, grows several times

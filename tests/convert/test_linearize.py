@@ -16,8 +16,7 @@ from headrace.convert.linearize import linearize, with_linear_layers
 from headrace.extra.capped import CappedSpec
 from headrace.extra.late_norm import LateNormSpec
 from headrace.layers.rotary import angles, rotate
-from headrace.spec.attention import AttentionSpec, Rope
-from headrace.spec.linear import MixerSpec
+from headrace.spec import AttentionSpec, MixerSpec, Rope
 from headrace.verification.verify import laws, relative
 
 ATTENTION = [

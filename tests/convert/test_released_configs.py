@@ -15,11 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from families import float64_throughout
 from families.every import FAMILIES
-from headrace import load
+from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, load
 from headrace.convert import FORMATS, import_checkpoint
 from headrace.convert.slots import slots
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 
 RELEASED = {entry["name"]: entry for entry in json.loads(Path(__file__).with_name("released.json").read_text())}

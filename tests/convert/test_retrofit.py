@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from headrace import HeadraceConfig, HeadraceForCausalLM, load, zoo
+from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, load, zoo
 from headrace.convert import export_checkpoint
 from headrace.convert.retrofit import retrofit
-from headrace.spec import Competition
-from headrace.spec.linear import MixerSpec
+from headrace.spec import Competition, MixerSpec
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.training.parameters import gate_parameters
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from released import HYBRIDS, OTHERS, release
 from tiny import covering, in_memory

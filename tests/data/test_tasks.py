@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from headrace import data, zoo
+from headrace import InputError, data, zoo
 from headrace.comparison.plan import Arm
 from headrace.data.rows import order
 from headrace.data.tokenizer import END as END_OF_TEXT
@@ -41,7 +41,6 @@ from headrace.tasks import (
 )  # fmt: skip
 from headrace.tasks.base import generator
 from headrace.tasks.sequences import END, FIRST, START
-from headrace.utils.errors import InputError
 from spans import put_together
 
 SYNTHETIC = (

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from damage import flip
+from headrace import HeadraceConfig, HeadraceForCausalLM, InputError
 from headrace.cli import app as cli
 from headrace.convert.checkpoint import read_tokenizer
 from headrace.data.tokenizer import byte_level
@@ -29,9 +30,6 @@ from headrace.evaluation.run import Evaluation, EvaluationPlan, Machine, evaluat
 from headrace.evaluation.scores import Score, difference, scores, unigram, weight
 from headrace.evaluation.tasks import HOME, Item, Rows, items
 from headrace.files.results import read_result, short_names
-from headrace.hf import HeadraceForCausalLM
-from headrace.hf.config import HeadraceConfig
-from headrace.utils.errors import InputError
 from stored import record
 from tiny import trained
 

@@ -19,7 +19,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from groups import refused
-from headrace import InputError, linear_attention, load, zoo
+from headrace import HeadraceForCausalLM, InputError, linear_attention, load, zoo
 from headrace.cli.app import app
 from headrace.data.tokenizer import byte_level
 from headrace.export import writer
@@ -40,10 +40,8 @@ from headrace.export.web import write_page
 from headrace.extra.capped import CappedSpec
 from headrace.extra.growing import GrowingSpec
 from headrace.extra.late_norm import LateNormSpec
-from headrace.hf import HeadraceForCausalLM
 from headrace.ops.reference import literal
-from headrace.spec import AttentionSpec
-from headrace.spec.attention import Rope
+from headrace.spec import AttentionSpec, Rope
 from headrace.spec.stack import Layer
 from released import release
 from tiny import build, config, saved

@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_map
 import tiny
 from attention_layers import randomized
 from equation import weighted_gradients
-from headrace import Mixer, layers, linear_attention, zoo
+from headrace import InputError, Mixer, layers, linear_attention, zoo
 from headrace.extra import chunks, dplr, gla_outer, rwkv7
 from headrace.layers.base import Carried
 from headrace.ops.sequences import Sequences
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative, specimen
 from peers import load
 

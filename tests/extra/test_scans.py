@@ -11,14 +11,13 @@ from torch.func import grad, jvp, vmap
 
 from attention_layers import randomized
 from equation import selective_literally, weighted_gradients
-from headrace import layers, zoo
+from headrace import InputError, layers, zoo
 from headrace.extra import selective_scan as selective
 from headrace.extra.selective_scan import Operands, scan_tiles
 from headrace.extra.specs import scan as spec
 from headrace.history.layers.linear_system import Response
 from headrace.history.layers.rwkv4 import empty_memory, wkv
 from headrace.history.layers.s4 import S4, hippo, hippo_diagonal_plus_low_rank
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative, specimen
 
 D, T = 32, 70

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import headrace
-from headrace import InputError, layers, load, zoo
+from headrace import HeadraceForCausalLM, InputError, layers, load, zoo
 from headrace.extra.module import examined
-from headrace.hf import HeadraceForCausalLM
 from headrace.spec import from_json, to_json
 from headrace.training import recipes
 from headrace.training.model import build, counted

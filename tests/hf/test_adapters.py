@@ -5,11 +5,9 @@ import warnings
 import pytest
 import torch
 
-from headrace import quantize, zoo
+from headrace import HeadraceForCausalLM, InputError, quantize, zoo
 from headrace.convert import export_checkpoint
 from headrace.convert.linearize import linearize
-from headrace.hf import HeadraceForCausalLM
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from tiny import MIXERS, config, covering, tokens, trained
 

@@ -7,11 +7,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.generation import utils
 
-from headrace import load_state, save_state, zoo
-from headrace.hf import HeadraceCache
+from headrace import HeadraceCache, InputError, load_state, save_state, zoo
 from headrace.hf.cache import NAME as CACHE
 from headrace.spec.stack import Layer
-from headrace.utils.errors import InputError
 from tiny import MIXERS, T, build, close, config, tokens
 
 FULL = ["gqa", "fox", "mla", "gpt"]

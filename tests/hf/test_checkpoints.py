@@ -14,13 +14,12 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, modeling_utils
 from transformers.utils import PushToHubMixin
 
-from headrace import Mixer, load, zoo
+from headrace import InputError, Mixer, load, zoo
 from headrace.hf import HeadraceConfig, HeadraceForCausalLM, HeadracePreTrainedModel
 from headrace.hf.config import TRANSFORMERS
 from headrace.layers.base import SelfInitialized
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import to_json
-from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS, record
 from tiny import SIZES, build, config, covering, in_memory, tokens
 

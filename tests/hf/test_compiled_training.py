@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from headrace import Mixer
+from headrace import HeadraceForCausalLM, Mixer
 from headrace.extra.capped import CappedSpec
 from headrace.extra.growing import GrowingSpec
 from headrace.extra.late_norm import LateNormSpec
-from headrace.hf import HeadraceForCausalLM
 from tiny import close, config, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of compilers, which are not ours

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import tiny
-from headrace import load
+from headrace import InputError, load
 from headrace.cli.generate import Printer
 from headrace.cli.generate import generate as continued
 from headrace.convert import import_checkpoint
@@ -22,7 +22,6 @@ from headrace.data.tokenizer import byte_level
 from headrace.data.tokenizer import load as load_tokenizer
 from headrace.hf import HeadraceForCausalLM, generation
 from headrace.layers.quantized import QuantizedLinear
-from headrace.utils.errors import InputError
 
 PROMPT, NEW, SEED = "Return", 24, 5
 FIRST = 257  # the token that Llama's tokenizers add before a text

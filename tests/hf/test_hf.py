@@ -10,15 +10,14 @@ from accelerate import cpu_offload
 from transformers import DataCollatorWithFlattening, DynamicCache
 from transformers.generation import stopping_criteria
 
+from headrace import InputError, zoo
 from headrace import Mixer as layer_of
-from headrace import zoo
 from headrace.extra.moe import MixtureOfExperts
 from headrace.hf import HeadraceCache, HeadraceForCausalLM, generation
 from headrace.hf.cache import NAME
 from headrace.history.models.encoder_decoder import valid_tokens
 from headrace.layers.base import Mixer
 from headrace.layers.blocks import stack
-from headrace.utils.errors import InputError
 from tiny import MIXERS, SIZES, T, build, close, config, covering, tokens
 
 # What depends on the kind of a cache's states and layers is asked of all models, what depends on a call of these.

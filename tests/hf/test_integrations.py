@@ -10,9 +10,8 @@ from datasets import Dataset
 import fresh
 import tiny
 from groups import free_port
-from headrace import InputError, load
+from headrace import HeadraceForCausalLM, InputError, load
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM
 from headrace.verification.verify import relative
 from released import release
 

@@ -4,15 +4,13 @@ import pytest
 import torch
 
 import headrace
-from headrace import zoo
+from headrace import HeadraceCache, InputError, zoo
 from headrace.extra.capped import CappedSpec
 from headrace.extra.growing import GrowingSpec
 from headrace.extra.late_norm import LateNormSpec
-from headrace.hf.cache import HeadraceCache
 from headrace.layers.blocks import stack
 from headrace.layers.maps import asking, weights
 from headrace.spec import Pattern
-from headrace.utils.errors import InputError
 from tiny import SIZES, T, build, close, perturbed, tokens
 
 LAYERS = [

@@ -11,8 +11,7 @@ import torch
 
 import tiny
 from equation import MAX_ERROR_RATIO, skip_if_missing
-from headrace import InputError, quantize, zoo
-from headrace.hf import HeadraceCache
+from headrace import HeadraceCache, InputError, quantize, zoo
 from headrace.hf.cache import NAME
 from headrace.hf.snapshots import is_growing
 from headrace.history.specs.softmax_rnn import SoftmaxRNNSpec

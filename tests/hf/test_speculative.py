@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import tiny
-from headrace import InputError
-from headrace.hf import HeadraceCache
+from headrace import HeadraceCache, InputError
 from headrace.hf.cache import NAME
 from headrace.hf.generation import CARRY
 

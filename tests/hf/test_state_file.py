@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import tiny
-from headrace import HeadraceCache, InputError, load, load_state, quantize, save_state, zoo
+from headrace import HeadraceCache, HeadraceForCausalLM, InputError, load, load_state, quantize, save_state, zoo
 from headrace.files.state import model_digest
-from headrace.hf import HeadraceForCausalLM
 from headrace.hf.cache import NAME
 from headrace.utils import plugins
 from plugged import folder

@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headrace import load, zoo
+from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, load, zoo
 from headrace.data import open_data
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
-from headrace.utils.errors import InputError
 from trained import train
 
 FOLDER = Path(__file__).parent / "stored"

@@ -18,11 +18,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import tiny
 from decoding import decoded, error_of_modules, is_accurate, read
 from equation import MAX_ERROR_RATIO
-from headrace import InputError, quantize, zoo
-from headrace.hf.cache import HeadraceCache
+from headrace import HeadraceCache, InputError, quantize, zoo
 from headrace.hf.generation import MOST
-from headrace.spec import MixerSpec
-from headrace.spec.attention import Rope
+from headrace.spec import MixerSpec, Rope
 from headrace.verification.verify import relative
 
 LINEAR = tiny.covering([name for name in zoo.names() if isinstance(zoo.get(name), MixerSpec)])

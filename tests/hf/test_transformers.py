@@ -9,10 +9,9 @@ from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from headrace import zoo
+from headrace import InputError, zoo
 from headrace.history import models
 from headrace.history.models.encoder_decoder import shift_right
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from tiny import gradients_agree, perturbed
 

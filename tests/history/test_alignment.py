@@ -6,11 +6,10 @@ import math
 import pytest
 import torch
 
-from headrace import HeadraceConfig, zoo
+from headrace import HeadraceConfig, InputError, zoo
 from headrace.history import models
 from headrace.history.layers.alignment import SCORES, WINDOWS, AlignmentAttention
 from headrace.history.specs.encoder_decoder import Alignment, RecurrentSpec
-from headrace.utils.errors import InputError
 from tiny import close
 
 B, T, L, N, M = 3, 9, 7, 6, 6

@@ -6,10 +6,9 @@ import torch
 from torch.utils.data import default_collate
 from transformers import BertConfig, BertForPreTraining
 
-from headrace import zoo
+from headrace import InputError, zoo
 from headrace.history import models
 from headrace.tasks import IGNORED, Masked
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from tiny import gradients_agree, perturbed
 

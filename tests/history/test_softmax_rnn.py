@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from attention_layers import agree
-from headrace import layers, zoo
+from headrace import InputError, layers, zoo
 from headrace.extra.taylor import TaylorFeatures, truncated_exp
 from headrace.history.specs.softmax_rnn import NORMS, SoftmaxRNNSpec
 from headrace.layers.rotary import DEFAULT, angles, rotate
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 
 D, H, d = 32, 2, 16

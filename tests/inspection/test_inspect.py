@@ -19,15 +19,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_next import modeling_qwen3_next
 from typer.testing import CliRunner
 
-from headrace import inspection, load, zoo
+from headrace import HeadraceForCausalLM, InputError, inspection, load, zoo
 from headrace.cli import app as cli
 from headrace.extra.specs.scan import ScanSpec
-from headrace.hf import HeadraceForCausalLM
 from headrace.inspection.page import compress_attention, describe_layer, pack, profile
 from headrace.inspection.recorder import findings, of_beta, of_gate, of_weights, record
 from headrace.layers.maps import weights
 from headrace.spec.stack import Layer
-from headrace.utils.errors import InputError
 from headrace.verification.verify import literal_op
 from released import HYBRIDS, OTHERS, release
 from tiny import build, close, config, covering, saved, tokens

@@ -8,13 +8,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from attention_layers import D, H, agree, d
-from headrace import layers, zoo
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, layers, zoo
 from headrace.history.layers.distance import DistanceBias, bucket
 from headrace.history.layers.flash import flash_attention
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.stack import sinusoidal
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from tiny import perturbed
 

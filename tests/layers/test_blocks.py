@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from headrace import zoo
+from headrace import InputError, zoo
 from headrace.convert.retrofit import retrofit
 from headrace.export.onnx import check_exportable
 from headrace.extra.moe import shares_of, within_groups
@@ -23,7 +23,6 @@ from headrace.layers.base import tensors
 from headrace.layers.blocks.block import ACTIVATIONS, MLP, Block, Sizes
 from headrace.spec.attention import AttentionSpec
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer, Order
-from headrace.utils.errors import InputError
 from tiny import MIXERS, build, close, tokens
 
 D, W, T = 8, 6, 9

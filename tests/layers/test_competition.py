@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 
-from headrace import layers, zoo
+from headrace import InputError, layers, zoo
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.spec import Competition
-from headrace.utils.errors import InputError
 
 D, H = 24, 3
 

@@ -6,8 +6,7 @@ import shutil
 import pytest
 import torch
 
-from headrace import Mixer, compile_blocks, layers, quantize, set_backend, zoo
-from headrace.hf import HeadraceForCausalLM
+from headrace import HeadraceForCausalLM, Mixer, compile_blocks, layers, quantize, set_backend, zoo
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from tiny import SIZES, close, config, gradients_agree
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from equation import skip_if_missing
-from headrace import Mixer
+from headrace import InputError, Mixer
 from headrace.layers.linear import decays
 from headrace.ops.backends.native import layer as native_layer
 from headrace.spec.decay import DECAYS, Decay, DecayShape
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 
 NATIVE = Path(__file__).parents[2] / "native"

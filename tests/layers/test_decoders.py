@@ -13,11 +13,10 @@ from transformers import (
 )
 
 from attention_layers import randomized
+from headrace import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, InputError
 from headrace.convert import FORMATS
-from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
 from headrace.layers.blocks.block import MLP, Sizes
 from headrace.spec.stack import BlockStyle
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from tiny import build, close, gradients_agree, tokens
 

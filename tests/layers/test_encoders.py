@@ -15,8 +15,7 @@ from headrace.history.specs.stack import TransformerSpec
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.ops.parallel import context
-from headrace.spec import AttentionSpec, MixerSpec, Read, Write
-from headrace.spec.attention import Rope
+from headrace.spec import AttentionSpec, MixerSpec, Read, Rope, Write
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from tiny import perturbed

@@ -6,13 +6,12 @@ import pytest
 import torch
 
 from attention_layers import agree, layer
-from headrace import layers, zoo
+from headrace import InputError, layers, zoo
 from headrace.extra.encoder import BothWays
 from headrace.extra.forgetting import forgotten
 from headrace.extra.late_norm import LateNormSpec
 from headrace.layers import SoftmaxAttention
 from headrace.spec.attention import AttentionSpec
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from peers import load
 

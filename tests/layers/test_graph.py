@@ -14,14 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers.generation import stopping_criteria
 
-from headrace import Mixer, linear_attention, set_backend
+from headrace import HeadraceCache, InputError, Mixer, linear_attention, set_backend
 from headrace.hf import generation
 from headrace.hf.cache import NAME as CACHE
-from headrace.hf.cache import HeadraceCache
 from headrace.layers import graph
 from headrace.layers.graph import GraphedStep, unsupported_reason
 from headrace.layers.maps import asking
-from headrace.utils.errors import InputError
 from tiny import build, tokens
 
 RECURRENT = ["retnet", "gla", "mamba2", "rwkv6", "gated-deltanet", "softmax-gla", "mamba and s4", "rwkv4 and s4d"]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import headrace
-from headrace import zoo
+from headrace import InputError, zoo
 from headrace.comparison.plan import match_intermediate_size
 from headrace.extra.capped import CappedSpec
 from headrace.extra.growing import GrowingSpec
@@ -20,7 +20,6 @@ from headrace.layers.blocks.widths import default_intermediate_size
 from headrace.layers.packing import padding_mask
 from headrace.ops.sequences import Sequences
 from headrace.spec import AttentionSpec, Pattern, Rope
-from headrace.utils.errors import InputError
 from tiny import by_state, close, covering
 
 D, H = 24, 6

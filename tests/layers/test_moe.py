@@ -8,14 +8,13 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from attention_layers import agree
-from headrace import zoo
+from headrace import InputError, zoo
 from headrace.extra.clamped import ClampedExperts, ClampedMixture
 from headrace.extra.moe import MixtureOfExperts, Routing
 from headrace.extra.sparsemixer import NearExperts, NearMixture
 from headrace.ops.loss import IGNORED
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer
 from headrace.training.parameters import parameter_groups
-from headrace.utils.errors import InputError
 from tiny import build, close, tokens
 
 D, W = 8, 6

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from headrace import zoo
-from headrace.hf import HeadraceCache
+from headrace import HeadraceCache, zoo
 from headrace.layers.blocks import stack
 from tiny import MIXERS, SIZES, build, by_state, close, layer, tokens
 

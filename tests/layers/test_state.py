@@ -10,11 +10,9 @@ import torch
 
 from equation import MAX_ERROR_RATIO, skip_if_missing
 from groups import begin, forked
-from headrace import zoo
-from headrace.hf import HeadraceCache, HeadraceConfig, HeadraceForCausalLM
+from headrace import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, InputError, zoo
 from headrace.layers.linear.token import find_program
 from headrace.spec import MixerSpec
-from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from tiny import by_state, covering, layer, perturbed
 

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from headrace import InputError, compile_blocks, linear_attention
-from headrace.hf import HeadraceForCausalLM
+from headrace import HeadraceForCausalLM, InputError, compile_blocks, linear_attention
 from headrace.ops import dispatch
 from headrace.ops.backends.native import library
 from headrace.ops.backends.torch import chunkwise

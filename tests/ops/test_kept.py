@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tiny
 from equation import skip_if_missing
-from headrace import InputError, Mixer, step
+from headrace import HeadraceCache, InputError, Mixer, step
 from headrace.extra.fla import packing
-from headrace.hf import HeadraceCache
 from headrace.history.layers import attention, symmetric
 from headrace.layers import graph
 from headrace.layers.packing import padding_last

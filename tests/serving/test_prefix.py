@@ -8,15 +8,12 @@ import torch
 
 import served
 import tiny
+from headrace import HeadraceCache, HeadraceForCausalLM, InputError
 from headrace.data.tokenizer import byte_level
-from headrace.hf import HeadraceForCausalLM
-from headrace.hf.cache import HeadraceCache
 from headrace.serving import Limits, application, engine, prefix
 from headrace.serving.engine import Engine
 from headrace.serving.prefix import PrefixCache, Saved, check_room, joined, unsupported_reason
-from headrace.spec import AttentionSpec
-from headrace.spec.attention import Rope
-from headrace.utils.errors import InputError
+from headrace.spec import AttentionSpec, Rope
 from served import ASCII, ask, connect, get, save, serving, wait_for
 
 PIECE, NEW = 8, 5

@@ -16,12 +16,11 @@ import torch
 import uvicorn
 
 from groups import command
-from headrace import load
+from headrace import InputError, load
 from headrace.cli.generate import generate
 from headrace.data.tokenizer import byte_level
 from headrace.hf import HeadraceForCausalLM, generation
 from headrace.serving import Limits, application, listening, protocol, routes, serve, settings
-from headrace.utils.errors import InputError
 from served import ASCII, ENDLESS, NEW, TEMPLATE, ask, connect, post, requests_of, save, serving, started, wait_for
 
 PROMPTS = [f"question{i}:" for i in range(50)]

@@ -9,13 +9,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
-from headrace import load
+from headrace import InputError, load
 from headrace.data.tokenizer import byte_level
 from headrace.serving import engine
 from headrace.serving.engine import Engine
 from headrace.serving.sampling import Sampling
 from headrace.spec import AttentionSpec, Rope
-from headrace.utils.errors import InputError
 from served import ASCII, Client, save, wait_for
 
 

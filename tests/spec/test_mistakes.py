@@ -7,12 +7,11 @@ import pytest
 
 pytest.importorskip("datasets", reason="the extra [train] is not installed")
 
-from headrace import zoo
+from headrace import InputError, zoo
 from headrace.comparison.run import RESULT
 from headrace.data import Preparation, open_data, prepare, tokenizer
 from headrace.files import engine
 from headrace.tasks import Text
-from headrace.utils.errors import InputError
 from trained import recipe, train
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from headrace import Mixer
-from headrace.utils.errors import InputError
+from headrace import InputError, Mixer
 
 COMPLEMENT = r"inputs\.key='complement'"
 STRENGTH = r"write\.beta='\w+' is defined for"

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import tiny
-from headrace import GateWarning, InputError, Mixer, linear_attention, zoo
+from headrace import GateWarning, HeadraceConfig, HeadraceForCausalLM, InputError, Mixer, linear_attention, zoo
 from headrace.convert import export_checkpoint, import_checkpoint
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.spec.mixer import heads_of_width
 
 # (heads, keys, values) at a hidden size of 1,024 in a model whose num_heads is 4.

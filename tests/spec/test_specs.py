@@ -10,13 +10,12 @@ from typing import Union, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
-from headrace import InputError, Mixer, layers, zoo
+from headrace import HeadraceConfig, InputError, Mixer, layers, zoo
 from headrace.extra import capped, clamped, growing, late_norm, sparsemixer
 from headrace.extra.specs import matrix as matrix_spec
 from headrace.extra.specs import scan as scan_spec
 from headrace.extra.specs.matrix import MatrixSpec
 from headrace.extra.specs.scan import ScanSpec
-from headrace.hf.config import HeadraceConfig
 from headrace.history.models import ModelSizes
 from headrace.history.specs import encoder_decoder as model_spec
 from headrace.history.specs import softmax_rnn as softmax_rnn_spec

@@ -23,15 +23,14 @@ import groups
 import tiny
 from damage import flip
 from failing import sentences
+from headrace import InputError, load
 from headrace import data as data_module
-from headrace import load
 from headrace.data import open_data
 from headrace.files.processes import LOCK, Terminated, locked
 from headrace.training import checkpoints
 from headrace.training.history import History
 from headrace.training.model import estimate
 from headrace.training.parameters import optimizer, schedule
-from headrace.utils.errors import InputError
 from headrace.utils.integrity import CHECKSUMS, record, write_json
 from sharded import Run, ended, start_each
 from trained import arguments, history, plain_loss, recipe, signalled, train

@@ -21,7 +21,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from groups import free_port
-from headrace import load
+from headrace import HeadraceForCausalLM, InputError, load
 from headrace.cli import train as cli_train
 from headrace.convert import export_checkpoint
 from headrace.convert.retrofit import retrofit
@@ -29,9 +29,7 @@ from headrace.data import open_data, tokenizer
 from headrace.data.rows import order
 from headrace.files.processes import Terminated
 from headrace.files.results import short_names
-from headrace.hf import HeadraceForCausalLM
-from headrace.ops.loss import IGNORED
-from headrace.tasks import Mqar, Needle, Pair, Reverse, Text
+from headrace.tasks import IGNORED, Mqar, Needle, Pair, Reverse, Text
 from headrace.tasks import prepared as prepared_task
 from headrace.tasks.base import generator
 from headrace.training import card, checkpoints, processes, recipes, run
@@ -39,7 +37,6 @@ from headrace.training.loop import LOG_EVERY, Loop, Updates
 from headrace.training.model import build, estimate
 from headrace.training.parameters import gate_parameters, optimizer
 from headrace.training.processes import Processes
-from headrace.utils.errors import InputError
 from released import release
 from sharded import Run, train_all
 from trained import TINY, history, plain_loss, recipe, signalled, train

@@ -18,13 +18,12 @@ import torch
 
 import groups
 import tiny
-from headrace import InputError, layers, load, zoo
+from headrace import InputError, layers, load, set_backend, zoo
 from headrace.cli.linearize import LinearizeOptions, next_commands
 from headrace.convert.importing import cast
 from headrace.convert.linearize import linearize
 from headrace.data import open_data
 from headrace.data.rows import evenly_spaced
-from headrace.ops.dispatch import set_backend
 from headrace.report.linearized import bars, write_page
 from headrace.spec.attention import AttentionSpec, Pattern
 from headrace.spec.stack import BlockStyle, Decoder, Experts, Layer

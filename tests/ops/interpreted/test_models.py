@@ -5,8 +5,7 @@ import warnings
 import pytest
 import torch
 
-from headrace import GateWarning, set_backend
-from headrace.hf import HeadraceConfig, HeadraceForCausalLM
+from headrace import GateWarning, HeadraceConfig, HeadraceForCausalLM, set_backend
 from headrace.verification.verify import worst
 from tiny import perturbed
 
