@@ -232,6 +232,12 @@ def default_dtype():
 
 
 @pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
 def native():
     """Skips what needs the native library where it is absent."""
     skip_if_missing("native")

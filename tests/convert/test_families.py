@@ -30,6 +30,7 @@ T = 12
 DECODED = 24  # tokens, one at a time: the memory of attention, which grows by a quarter, grows several times
 CONSTANTS = ("choice_bias", "activation.beta", "activation.eps")  # which have no gradients
 FLOAT64 = 1e-12  # relative, for sums in another order
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def tokens(theirs, *shape):
@@ -52,7 +53,6 @@ def pairs(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "variant"), VARIANTS)
-@torch.no_grad()
 def test_logits_equal_theirs(kind, variant, pairs):
     theirs, ours, path = pairs(kind, variant)
     ids = tokens(theirs, 2, 28)
@@ -68,7 +68,6 @@ def test_logits_equal_theirs(kind, variant, pairs):
 
 
 @pytest.mark.parametrize(("kind", "variant"), VARIANTS)
-@torch.no_grad()
 def test_cached_decoding_and_padding_equal_their_logits(kind, variant, pairs):
     """Tokens one at a time with the cache, after a prompt that is padded on the left in one row."""
     theirs, ours, _ = pairs(kind, variant)
@@ -86,6 +85,7 @@ def test_cached_decoding_and_padding_equal_their_logits(kind, variant, pairs):
 
 
 @pytest.mark.parametrize(("kind", "variant"), VARIANTS)
+@torch.enable_grad()
 def test_gradients_equal_theirs(kind, variant, pairs, tmp_path):
     """Of a weighted sum of the logits."""
     *models, path = pairs(kind, variant)
@@ -110,7 +110,6 @@ def test_gradients_equal_theirs(kind, variant, pairs, tmp_path):
 @pytest.mark.parametrize(
     "kind", [*parallel.FAMILIES, *(kind for kind in dense.FAMILIES if kind not in ("vaultgemma", "ministral3"))]
 )
-@torch.no_grad()
 def test_linear_layers_within_their_blocks(kind, pairs):
     """A window that is never left is attention."""
     theirs, ours, _ = pairs(kind, "base")
@@ -118,7 +117,6 @@ def test_linear_layers_within_their_blocks(kind, pairs):
     assert relative(linearize(ours, f"lolcats(window={T})", layers)(ids).logits, logits(theirs, ids)) < FLOAT64
 
 
-@torch.no_grad()
 def test_rwkv_is_not_rescaled(tmp_path):
     """In evaluation, transformers halves the stream every `rescale_every` layers, for the range of float16. The norms'
     epsilon then weighs more, so that its logits differ from those of its training mode, which are the model's."""
@@ -130,7 +128,6 @@ def test_rwkv_is_not_rescaled(tmp_path):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@torch.no_grad()
 def test_saved_and_converted_back_models_are_the_same(kind, pairs, tmp_path):
     theirs, ours, path = pairs(kind, "base")
     ours.save_pretrained(tmp_path / "ours")
@@ -185,7 +182,6 @@ def names(kind):
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@torch.no_grad()
 def test_fields_are_honoured_or_refused(kind, tmp_path):
     """Each field of the class with another value: the same logits, or a refusal that names the field."""
     for place, name in enumerate(names(kind)):
@@ -270,7 +266,6 @@ def test_values_that_transformers_takes_too():
         assert read(kind, **{field: 7}).mixers == read(kind).mixers, "by layer_types"
 
 
-@torch.no_grad()
 def test_windows_by_a_pattern_are_those_of_their_class(tmp_path):
     base = {k: v for k, v in FAMILIES["gemma3_text"].base.items() if k != "layer_types"}
     theirs = save(CONFIG_MAPPING["gemma3_text"](**base, sliding_window_pattern=2), tmp_path)
@@ -289,14 +284,12 @@ def test_windows_by_a_pattern_are_those_of_their_class(tmp_path):
     ],
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@torch.no_grad()
 def test_fields_that_have_no_effect_in_a_model_are_not_refused(kind, changes, tmp_path):
     theirs = save(described(kind, **changes), tmp_path)
     ids = tokens(theirs, 2, 40)
     assert relative(import_checkpoint(tmp_path)(ids).logits, logits(theirs, ids)) < FLOAT64
 
 
-@torch.no_grad()
 def test_frequencies_of_phi_moe_beyond_the_original_length(tmp_path):
     """As published, by long_factor; transformers' class keeps short_factor at any length."""
     parameters = sparse.PHI["rope_parameters"] | {"original_max_position_embeddings": 16}
@@ -315,7 +308,6 @@ def test_frequencies_of_phi_moe_beyond_the_original_length(tmp_path):
         ("qwen3_5_moe_text", {"layer_types": 2 * ["linear_attention"]}),
     ],
 )  # fmt: skip
-@torch.no_grad()
 def test_formats_whose_cache_counts_by_attention(kind, changes, tmp_path):
     theirs = save(described(kind, **changes), tmp_path)
     with pytest.raises(ValueError, match="get_seq_length"), float64_throughout():
@@ -341,7 +333,6 @@ IMAGES = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
         ("gemma3", "gemma3_text", SIGLIP | IMAGES),
     ],
 )  # fmt: skip
-@torch.no_grad()
 def test_language_model_of_a_model_that_reads_images(kind, text, vision, tmp_path):
     fields = {"text_config": described(text).to_dict(), "vision_config": vision}
     whole = CONFIG_MAPPING[kind](**fields, tie_word_embeddings=kind == "gemma3")
@@ -466,7 +457,6 @@ def test_further_tensors_of_another_model_are_refused(name, pairs, tmp_path):
         import_checkpoint(renamed(path, tmp_path / "other", names, **settings))
 
 
-@torch.no_grad()
 def test_experts_in_one_tensor(tmp_path):
     """As the experts of Qwen3.5 were released, below the prefix of the language model."""
     with float64_throughout():

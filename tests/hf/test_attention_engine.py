@@ -57,9 +57,7 @@ LACKS = {
     "ministral3": "grows with its position", "apertus": "Sloped",
 }  # fmt: skip
 LONG = 40  # tokens, over which the memory of a cache moves several times
-
-
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
 
 def model_of(*mixers, dtype=torch.float32, **changes):
@@ -67,7 +65,6 @@ def model_of(*mixers, dtype=torch.float32, **changes):
 
 
 @pytest.mark.parametrize("mixer", [*ATTENTION, *LINEARIZED])
-@torch.no_grad()
 def test_tokens_equal_the_full_forward(mixer):
     assert is_accurate(model_of(mixer, mixer), tiny.tokens(2, LONG))
 
@@ -75,13 +72,11 @@ def test_tokens_equal_the_full_forward(mixer):
 @pytest.mark.parametrize("mixer", [*SOME, "gqa(null=learned)"])
 @pytest.mark.parametrize("rows", [1, 3, 17])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
 def test_batches_in_both_dtypes(mixer, rows, dtype):
     assert is_accurate(model_of(mixer, dtype=dtype), tiny.tokens(rows, 12))
 
 
 @pytest.mark.parametrize(("kind", "variant"), [each for each in VARIANTS if each[0] in FAMILIES])
-@torch.no_grad()
 def test_models_of_transformers_are_computed_or_have_a_reason(kind, variant):
     fields = json.loads(described(kind, variant).to_json_string(use_diff=False))
     model = HeadraceForCausalLM(HeadraceConfig(**FORMATS[kind].model(fields)[0].arguments)).float().eval()
@@ -91,7 +86,6 @@ def test_models_of_transformers_are_computed_or_have_a_reason(kind, variant):
     assert reason is None if lacks is None or variant in KNOWN else lacks in reason
 
 
-@torch.no_grad()
 def test_a_window_without_weight():
     """γ of e^−95, and no older token at first: 0 / 0 without its lower bound."""
     model = model_of("lolcats(window=4)")
@@ -99,7 +93,6 @@ def test_a_window_without_weight():
     assert is_accurate(model, tiny.tokens(2, 12))
 
 
-@torch.no_grad()
 def test_default_device_does_not_matter():
     """What the library gets lies on the CPU."""
     model, ids = model_of("transformer", "sliding-window(pattern.window=4)"), tiny.tokens(2, 12)
@@ -110,7 +103,6 @@ def test_default_device_does_not_matter():
 
 
 @pytest.mark.parametrize("mixer", SOME)
-@torch.no_grad()
 def test_padding_is_not_attended_to(mixer):
     model, ids = model_of(mixer, "gla", mixer), tiny.tokens(3, 20)
     mask = torch.ones(3, 8, dtype=torch.long)
@@ -124,7 +116,6 @@ def test_padding_is_not_attended_to(mixer):
 
 
 @pytest.mark.parametrize("mixer", SOME)
-@torch.no_grad()
 def test_modules_and_the_native_call_continue_each_other(mixer):
     """The caches of both have the same numbers at the same places."""
     model, ids = model_of(mixer), tiny.tokens(2, 24)
@@ -167,7 +158,6 @@ def test_a_cache_goes_back(mixers):
     assert relative(logits, exact[:, 17:]) <= MAX_ERROR_RATIO * error
 
 
-@torch.no_grad()
 def test_a_hybrid_and_its_copies_continue_apart():
     model, ids = model_of(*HYBRID), tiny.tokens(3, LONG)
     assert is_accurate(model, ids)
@@ -187,7 +177,6 @@ def test_a_hybrid_and_its_copies_continue_apart():
 @pytest.mark.parametrize(
     "mixers", [["gqa(kv_heads=2)", "sliding-window(pattern.window=4)"], SOME[:3], SOME[3:]], ids=str
 )
-@torch.no_grad()
 def test_generate_gives_the_tokens_of_the_modules(mixers):
     model, ids = model_of(*mixers), tiny.tokens(2, 7)
     mask = torch.ones_like(ids)
@@ -216,7 +205,6 @@ def test_generate_gives_the_tokens_of_the_modules(mixers):
         ("bigbird", "mixer is a "),
     ],
 )
-@torch.no_grad()
 def test_what_is_not_supported_has_a_reason(mixer, reason):
     model = model_of(mixer, "gla")
     assert reason in model.engine.about(model)
@@ -232,7 +220,6 @@ def test_what_is_not_supported_has_a_reason(mixer, reason):
         ("k_norm", {"eps": 1e-6, "elementwise_affine": False}, "k_norm is not a parameter of the mixer"),
     ],
 )
-@torch.no_grad()
 def test_a_replaced_norm_of_heads_has_a_reason(name, settings, reason):
     model = model_of("hedgehog(qk_norm=head)")
     mixer = model.model.layers[0].mixer
@@ -241,7 +228,6 @@ def test_a_replaced_norm_of_heads_has_a_reason(name, settings, reason):
     assert "affine" in str(settings) or is_accurate(model, tiny.tokens(2, 9), check=False)
 
 
-@torch.no_grad()
 def test_a_cache_of_another_precision_is_read_by_modules():
     """They widen it; from then on the native call takes it."""
     model, ids = model_of("gqa"), tiny.tokens(1, 9)

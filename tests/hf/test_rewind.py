@@ -20,6 +20,7 @@ from headrace.verification.verify import relative
 
 PROGRAMS = 4  # of each model, each others
 ATTENTION = ["transformer", "mqa", "mla", "gpt", "softmax-rnn-norm"]
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 class Reader:
@@ -93,7 +94,6 @@ def model():
 
 
 @pytest.mark.parametrize("name", [*tiny.MIXERS, *tiny.by_state(zoo.names())])
-@torch.no_grad()
 def test_every_mixer(name):
     """Programs of reads, rewinds, snapshots and exchanged rows, half of them of two padded rows; then a snapshot, to
     which two more calls go back."""
@@ -143,7 +143,6 @@ def test_the_engine_goes_back(name, kind):
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-@torch.no_grad()
 def test_softmax_attention_is_cropped_without_snapshots(name):
     model, reader = tiny.build(name), None
     for padded in (False, True):
@@ -160,7 +159,6 @@ def test_softmax_attention_is_cropped_without_snapshots(name):
         assert reader.error() <= 1e-12
 
 
-@torch.no_grad()
 def test_a_padded_call_that_is_forgotten_leaves_no_mask():
     reader = Reader(tiny.build("transformer"), 2)
     reader.read(tiny.tokens(2, 3))
@@ -170,7 +168,6 @@ def test_a_padded_call_that_is_forgotten_leaves_no_mask():
 
 
 @pytest.mark.parametrize("name", ["gla", "hybrid", "transformer"])
-@torch.no_grad()
 def test_a_snapshot_before_the_first_token(name):
     """Behind padding alone, where no layer has a state."""
     reader = Reader(tiny.build(name), 1)
@@ -181,7 +178,6 @@ def test_a_snapshot_before_the_first_token(name):
     assert reader.cache.pending == 0 and reader.error() <= 1e-12
 
 
-@torch.no_grad()
 def test_crop_as_in_transformers(model):
     reader = Reader(model, 1)
     reader.read(tiny.tokens(1, 9))
@@ -194,7 +190,6 @@ def test_crop_as_in_transformers(model):
     assert reader.error() <= 1e-12
 
 
-@torch.no_grad()
 def test_pending_tokens(model):
     reader = Reader(model, 2)
     reader.read(tiny.tokens(2, 6))
@@ -219,7 +214,6 @@ def test_pending_tokens(model):
     assert not reader.cache.is_initialized
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_a_loss_of_experts_leaves_pending_tokens_out(name):
     model, ids = tiny.build("experts").train(), tiny.tokens(2, 9)
@@ -232,7 +226,6 @@ def test_a_loss_of_experts_leaves_pending_tokens_out(name):
     assert abs(first - second) < 1e-6
 
 
-@torch.no_grad()
 def test_embeddings_are_gone_behind_to_a_snapshot_alone(model):
     ids, cache = tiny.tokens(2, 6), HeadraceCache()
     x = model.get_input_embeddings()(ids)
@@ -249,7 +242,6 @@ def test_embeddings_are_gone_behind_to_a_snapshot_alone(model):
     assert cache.pending == 2
 
 
-@torch.no_grad()
 def test_a_pack_is_not_gone_behind():
     for name in ("gla", "hybrid", "transformer"):
         model, ids, cache = tiny.build(name), tiny.tokens(1, 9), HeadraceCache()
@@ -283,7 +275,6 @@ WRONG = [
 ]
 
 
-@torch.no_grad()
 def test_refusals_lose_nothing(model):
     cache = model(tiny.tokens(2, 5)).past_key_values
     before = [x.clone() for x in tensors(cache)]
@@ -306,7 +297,6 @@ def test_refusals_lose_nothing(model):
     assert cache.columns == 5 and same(before, tensors(cache))
 
 
-@torch.no_grad()
 def test_a_cache_goes_back_to_states_that_were_set(model):
     ids, given = tiny.tokens(1, 3), model(tiny.tokens(1, 4)).past_key_values.states
     cache, expected = HeadraceCache(), None
@@ -322,7 +312,6 @@ def test_a_cache_goes_back_to_states_that_were_set(model):
         model(ids, past_key_values=cache)
 
 
-@torch.no_grad()
 def test_prompts_of_padding_alone_have_rows(model):
     ids, none = tiny.tokens(2, 3), torch.zeros(2, 3)
     cache = model(ids, attention_mask=none, use_cache=True).past_key_values
@@ -335,7 +324,6 @@ def test_prompts_of_padding_alone_have_rows(model):
     assert relative(later, model(ids).logits) <= 1e-12
 
 
-@torch.no_grad()
 def test_states_that_cannot_be_joined_are_refused():
     ids, none = tiny.tokens(1, 3), torch.zeros(1, 3)
     gla, padded = tiny.build("gla"), {"attention_mask": none}
@@ -351,7 +339,6 @@ def test_states_that_cannot_be_joined_are_refused():
         assert same(before, tensors(first))
 
 
-@torch.no_grad()
 def test_rows_of_snapshots_and_ids_change_together(model):
     for name in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
         reader = Reader(model, 3)
@@ -378,7 +365,6 @@ def test_rows_of_snapshots_and_ids_change_together(model):
     assert relative(logits[1:], second.model(torch.cat([second.ids, last[1:]], 1)).logits[:, -1:]) <= 1e-12
 
 
-@torch.no_grad()
 def test_copies_are_independent(model):
     reader = Reader(model, 1)
     reader.read(tiny.tokens(1, 4))
@@ -394,7 +380,6 @@ def test_copies_are_independent(model):
     assert (reader.cache.snapshots.columns, reader.cache.columns, reader.cache.pending) == ([0], 0, 0)
 
 
-@torch.no_grad()
 def test_a_temporary_snapshot_takes_the_place_of_the_last_one(model):
     cache, found = HeadraceCache(), []
     # also twice at a column: it stays if one of them is not temporary
@@ -407,7 +392,6 @@ def test_a_temporary_snapshot_takes_the_place_of_the_last_one(model):
     assert found[4:] == [[0, 4, 10], [0, 4, 10, 12], [0, 4, 10, 12, 14]]
 
 
-@torch.no_grad()
 def test_ids_that_come_one_by_one_are_kept_in_few_pieces(model):
     cache, ids = HeadraceCache(), tiny.tokens(1, 70)
     for token in ids.unbind(1):
@@ -415,7 +399,6 @@ def test_ids_that_come_one_by_one_are_kept_in_few_pieces(model):
     assert len(cache.snapshots.pieces) <= 7 and torch.equal(cache.snapshots.ids(3, 69)[0], ids[:, 3:69])
 
 
-@torch.no_grad()
 def test_generation_takes_no_snapshots(model):
     out = model.generate(tiny.tokens(1, 5), max_new_tokens=9, do_sample=False, return_dict_in_generate=True)
     cache = getattr(out, NAME)
@@ -427,7 +410,6 @@ def test_generation_takes_no_snapshots(model):
     assert relative(model(last, past_key_values=cache).logits, model(torch.cat([ids, last], 1)).logits[:, 7:]) <= 1e-12
 
 
-@torch.no_grad()
 def test_a_call_that_fails_in_a_later_piece_loses_nothing(monkeypatch):
     monkeypatch.setattr(stack, "PIECE", 1)
     reader = Reader(tiny.build("gla", style={"positions": "learned"}, max_position_embeddings=8), 2)
@@ -441,7 +423,6 @@ def test_a_call_that_fails_in_a_later_piece_loses_nothing(monkeypatch):
 
 @pytest.mark.parametrize("name", ["softmax-gated-deltanet", "hybrid", "gpt", "window", "rwkv7"])
 @pytest.mark.parametrize("kept", [None, 4, 7])
-@torch.no_grad()
 def test_a_call_that_fails_between_two_layers_is_forgotten(name, kept):
     """As for want of memory, or after Ctrl-C: the layers before have written their states."""
     reader = Reader(tiny.build(name), 2)
@@ -459,7 +440,6 @@ def test_a_call_that_fails_between_two_layers_is_forgotten(name, kept):
     assert reader.error() <= 1e-12
 
 
-@torch.no_grad()
 def test_a_call_of_embeddings_that_fails_between_two_layers_leaves_no_states(model):
     cache, failed = HeadraceCache(), model.model.layers[-1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -35,13 +35,10 @@ KINDS = [
     "gqa(kv_heads=2, bias=true)", "gated-deltanet", "hedgehog(decay.kind=sigmoid-head)",
     "lolcats(window=3, kv_heads=2, decay.kind=sigmoid-head)",
 ]  # fmt: skip
-
-
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
 
 @pytest.mark.parametrize("name", LINEAR)
-@torch.no_grad()
 def test_tokens_equal_the_full_forward(name):
     model = tiny.build(name).float()
     if (reason := model.engine.unsupported_reason(model)) is not None:
@@ -49,7 +46,6 @@ def test_tokens_equal_the_full_forward(name):
     assert is_accurate(model, torch.randint(29, (2, 12)), check=reason is None)
 
 
-@torch.no_grad()
 def test_the_page_names_the_mixers_that_decode_in_one_native_call():
     page = (Path(__file__).parents[2] / "docs" / "layer.md").read_text("utf-8")
     assert f"a prompt of one sequence of up to {MOST} tokens" in page
@@ -62,7 +58,6 @@ def test_the_page_names_the_mixers_that_decode_in_one_native_call():
 
 
 @pytest.mark.parametrize("style", STYLES)
-@torch.no_grad()
 def test_every_style_of_blocks(style):
     model = tiny.build("softmax-gla", style=STYLES[style]).float()
     assert is_accurate(model, torch.randint(29, (3, 9)))
@@ -70,14 +65,12 @@ def test_every_style_of_blocks(style):
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 8, 15, 23, 24, 33, 70])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.no_grad()
 def test_batches_of_every_size(rows, dtype):
     model = tiny.build("softmax-gated-deltanet").to(dtype)
     assert is_accurate(model, torch.randint(29, (rows, 6)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-@torch.no_grad()
 def test_default_dtype_does_not_change_logits(dtype, default_dtype):
     model, ids = tiny.build("gla").float(), torch.randint(29, (2, 6))
     expected = decoded(model, ids, 3)
@@ -88,7 +81,6 @@ def test_default_dtype_does_not_change_logits(dtype, default_dtype):
 @pytest.mark.parametrize(
     ("mixers", "rows"), [*((["gla"] * 2, rows) for rows in (1, 9, 23, 24, 64)), (KINDS, 1), (KINDS, 9)], ids=str
 )
-@torch.no_grad()
 def test_int8_model_equals_its_weights_in_float64(mixers, rows):
     """x is rounded to 16 bits: 2^-16 of the largest number of a row, for each product."""
     model = quantize(tiny.build(mixers, num_hidden_layers=len(mixers)).float())
@@ -99,7 +91,6 @@ def test_int8_model_equals_its_weights_in_float64(mixers, rows):
 
 @pytest.mark.parametrize("rows", [1, 9, 24])
 @pytest.mark.parametrize("mixer", ["transformer", "gated-deltanet", "rwkv6"])
-@torch.no_grad()
 def test_weights_in_bfloat16_change_no_bit_of_a_model_released_in_it(mixer, rows):
     """They are the same numbers, and the sums have the same order."""
     model, ids = tiny.build(mixer).bfloat16().float(), torch.randint(29, (rows, 6))
@@ -111,7 +102,6 @@ def test_weights_in_bfloat16_change_no_bit_of_a_model_released_in_it(mixer, rows
         assert torch.equal(logits, same)
 
 
-@torch.no_grad()
 def test_changed_weights_and_modules_are_noticed():
     model, ids = tiny.build("softmax-gla").float(), torch.randint(29, (2, 9))
     changes = [
@@ -139,7 +129,6 @@ def test_changed_weights_and_modules_are_noticed():
 
 
 @pytest.mark.parametrize("view", [torch.t, lambda x: x[:1].expand_as(x)])
-@torch.no_grad()
 def test_a_weight_that_is_read_otherwise_from_its_memory_is_noticed(view):
     model, ids = tiny.build("gla").float(), torch.randint(29, (2, 9))
     weight, last = model.model.backbone.layers[1].mixer.o_proj.weight, decoded(model, ids, 3)
@@ -153,7 +142,6 @@ def test_a_weight_that_is_read_otherwise_from_its_memory_is_noticed(view):
     ("name", "setting", "value"),
     [("gla", "scale", 0.001), ("retnet", "rope", Rope(theta=10.0)), ("rwkv6", "group_eps", 50.0)],
 )
-@torch.no_grad()
 def test_changed_settings_of_a_mixer_are_noticed(name, setting, value):
     model, ids = tiny.build(name).float(), torch.randint(29, (2, 9))
     before = decoded(model, ids, 3)
@@ -175,7 +163,6 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["softmax-gla", "rwkv6", "transformer(gate=channel)"])
-@torch.no_grad()
 def test_layers_in_wrappers_and_removed_layers_run(name):
     model = tiny.build(name, style={"mlp": "swiglu"}).float()
     for path, module in list(model.model.backbone.layers[1].named_modules()):
@@ -187,7 +174,6 @@ def test_layers_in_wrappers_and_removed_layers_run(name):
     assert is_accurate(model, torch.randint(29, (2, 9)), check=False)
 
 
-@torch.no_grad()
 def test_a_second_bias_of_a_decay_is_refused():
     model, ids = tiny.build("kda").float(), torch.randint(29, (2, 9))
     up = model.model.backbone.layers[0].mixer.decay.up
@@ -197,7 +183,6 @@ def test_a_second_bias_of_a_decay_is_refused():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@torch.no_grad()
 def test_a_vocabulary_that_grows_is_noticed(tied):
     model = tiny.build("softmax-gla", tie_word_embeddings=tied).float()
     decoded(model, torch.randint(29, (2, 9)), 3)
@@ -205,7 +190,6 @@ def test_a_vocabulary_that_grows_is_noticed(tied):
     assert is_accurate(model, torch.randint(31, (2, 9)))
 
 
-@torch.no_grad()
 def test_other_mixers_and_a_changed_forward_run_by_modules():
     other = tiny.build("qwen3-next").float()
     assert "mlp is a MixtureOfExperts" in other.engine.unsupported_reason(other)
@@ -221,7 +205,6 @@ def test_other_mixers_and_a_changed_forward_run_by_modules():
         assert "no gradient" in model.engine.unsupported_reason(model)
 
 
-@torch.no_grad()
 def test_forward_of_one_token_takes_the_engine():
     model, ids = tiny.build("softmax-gla").float(), torch.randint(29, (2, 8))
     expected, calls = model(ids).logits[:, 7:], []
@@ -240,7 +223,6 @@ def test_forward_of_one_token_takes_the_engine():
         assert cache.columns == 8 or options.get("use_cache") is False
 
 
-@torch.no_grad()
 def test_states_are_updated_in_place_and_follow_the_batch():
     model, ids = tiny.build("gated-deltanet").float(), torch.randint(29, (3, 8))
     expected, cache = model(ids).logits, read(model, ids[:, :5])
@@ -255,7 +237,6 @@ def test_states_are_updated_in_place_and_follow_the_batch():
     assert relative(logits[:, 0], expected[[2, 0, 1], 7].double()) < 1e-5
 
 
-@torch.no_grad()
 def test_copies_of_a_model_have_engines_of_their_own():
     model, ids = tiny.build("gla").float(), torch.randint(29, (1, 6))
     expected = decoded(model, ids, 2)
@@ -265,7 +246,6 @@ def test_copies_of_a_model_have_engines_of_their_own():
         model.lm_head.weight.copy_(other.lm_head.weight)
 
 
-@torch.no_grad()
 def test_a_model_is_freed_with_its_last_user():
     model = tiny.build("softmax-gla").float()
     decoded(model, torch.randint(29, (1, 6)), 2, check=False)
@@ -279,7 +259,6 @@ def test_a_model_is_freed_with_its_last_user():
         gc.enable()
 
 
-@torch.no_grad()
 def test_a_norm_without_an_epsilon_is_computed_by_modules():
     model = tiny.build("gla").float()
     model.model.backbone.norm = nn.RMSNorm(model.config.hidden_size)
@@ -287,7 +266,6 @@ def test_a_norm_without_an_epsilon_is_computed_by_modules():
     assert is_accurate(model, torch.randint(29, (1, 6)), check=False)
 
 
-@torch.no_grad()
 def test_a_counter_of_operations_sees_those_of_a_token():
     """It is a dispatch mode. Another, of fake tensors, would give the library addresses of no memory."""
     model, ids, counts = tiny.build("softmax-gla").float(), torch.randint(29, (2, 9)), []
@@ -300,7 +278,6 @@ def test_a_counter_of_operations_sees_those_of_a_token():
     assert counts[0] == counts[1] > 0
 
 
-@torch.no_grad()
 def test_hooks_of_all_modules_see_a_token():
     model, ids, seen = tiny.build("softmax-gla").float(), torch.randint(29, (1, 9)), []
     cache = read(model, ids[:, :8])
@@ -315,12 +292,11 @@ def test_threads_share_a_model():
     model = tiny.build("softmax-gla").float()
     prompts = [torch.randint(29, (1 + i % 2, 40)) for i in range(4)]
 
-    @torch.no_grad()
+    @torch.no_grad()  # which each thread has of its own
     def continued(ids, cache):
         return torch.cat([model.engine.step(model, token, cache) for token in ids[:, 3:].unbind(1)], 1)
 
-    with torch.no_grad():
-        caches = [[read(model, ids[:, :3]) for _ in range(6)] for ids in prompts]
+    caches = [[read(model, ids[:, :3]) for _ in range(6)] for ids in prompts]
     with ThreadPoolExecutor(4) as pool:
         for ids, (first, *others) in zip(prompts, caches, strict=True):
             expected = continued(ids, first).double()
@@ -328,7 +304,6 @@ def test_threads_share_a_model():
                 assert relative(logits, expected) < 1e-5
 
 
-@torch.no_grad()
 def test_wrong_tokens_and_states_are_refused():
     model, ids = tiny.build("gla").float(), torch.randint(29, (2, 6))
     size = model.config.vocab_size
@@ -349,7 +324,6 @@ def test_wrong_tokens_and_states_are_refused():
         model.engine.step(model, ids[:, 0], other)
 
 
-@torch.no_grad()
 def test_threads_do_not_change_tokens():
     mixers = [*KINDS, "softmax-mamba2", "sliding-window(kv_heads=2, pattern.window=3, pattern.first=2)"]
     model, ids = tiny.build(mixers, num_hidden_layers=6, hidden_size=256).float(), torch.randint(29, (17, 9))

@@ -19,9 +19,7 @@ SCORES = itertools.product(("softmax", "sigmoid", "null"), ("head", "diag", "que
 PLACES = itertools.product(("identity", "one"), ("none", "query", "after_norm"), ("none", "value", "beta"))
 COMPETITIONS = [(*scores, "one", "after_norm", "value") for scores in SCORES]
 COMPETITIONS += [("softmax", "head", *places) for places in PLACES if places[1:] != ("none", "none")]
-
-
-pytestmark = pytest.mark.usefixtures("native")
+pytestmark = pytest.mark.usefixtures("native", "no_grad")
 
 
 def refusal(made, x):
@@ -46,7 +44,6 @@ def token_by_token(made, x, first):
 
 
 @pytest.mark.parametrize("mixer", LINEAR)
-@torch.no_grad()
 def test_decoding_200_tokens_equals_the_full_forward(mixer):
     made, x = layer(mixer), torch.randn(2, 200, 32)
     if (reason := refusal(made, x[:, :1])) is not None:
@@ -60,7 +57,6 @@ def test_decoding_200_tokens_equals_the_full_forward(mixer):
 
 
 @pytest.mark.parametrize("mixer", ["gated-deltanet", "mamba2", "linear-attention", "gla(read.norm=group)"])
-@torch.no_grad()
 def test_decoding_with_every_competition(mixer):
     for activation, source, scale, read, write in COMPETITIONS:
         if write == "beta" and mixer != "gated-deltanet":
@@ -84,7 +80,6 @@ def test_decoding_with_every_competition(mixer):
         "inputs.shift=ddlerp", "heads.count=8", "read.eps=0.1",
     ],
 )  # fmt: skip
-@torch.no_grad()
 def test_decoding_with_every_part(change):
     """On an additive mixer with a vector decay; widths that are no multiple of a vector among them."""
     mixer = f"softmax-gla({change})"
@@ -118,13 +113,11 @@ def test_decoding_with_every_part(change):
         ("deltaproduct", "write.steps=2"), ("comba", "write.erase='feedback'"),
     ],
 )  # fmt: skip
-@torch.no_grad()
 def test_what_the_native_call_does_not_compute_is_refused(mixer, reason):
     assert refusal(layer(mixer), torch.randn(2, 1, 32)) == f"it does not support {reason}"
 
 
 @pytest.mark.parametrize("mixer", ["softmax-gated-deltanet", "kda", "rwkv6", "softmax-mamba2", "retnet"])
-@torch.no_grad()
 def test_bfloat16_decoding_is_as_accurate_as_separate_steps(mixer):
     made, x = layer(mixer, torch.bfloat16, hidden_size=64), torch.randn(2, 60, 64).bfloat16()
     expected, separate = in_float64(made, mixer, x, hidden_size=64)[0], made(x)[0]
@@ -134,7 +127,6 @@ def test_bfloat16_decoding_is_as_accurate_as_separate_steps(mixer):
     assert relative(found, expected) <= 1.1 * relative(separate, expected)
 
 
-@torch.no_grad()
 def test_decoding_at_far_positions():
     made, x = layer("retnet"), torch.randn(2, 4, 32)
     state = made(x[:, :1])[1]._replace(tokens=torch.tensor([100_000, 3]))
@@ -149,7 +141,6 @@ def test_decoding_at_far_positions():
 
 
 @pytest.mark.parametrize("mixer", ["retnet", "softmax-gated-deltanet", "softmax-kda"])
-@torch.no_grad()
 def test_thread_count_does_not_change_results(mixer):
     made, x = layer(mixer, hidden_size=1024, num_heads=2), torch.randn(8, 4, 1024)
     state, results = made(x[:, :3])[1], []
@@ -166,12 +157,12 @@ def test_thread_count_does_not_change_results(mixer):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
+@torch.enable_grad()
 def test_state_keeps_no_other_memory_alive(rows):
     state = layer("gated-deltanet")(torch.randn(rows, 500, 32))[1]
     assert all(y is None or (y.is_contiguous() and y.untyped_storage().nbytes() == y.nbytes) for y in state)
 
 
-@torch.no_grad()
 def test_unsupported_layers_use_separate_steps(monkeypatch):
     made, x = layer("softmax-gla"), torch.randn(2, 9, 32)
     assert "one token" in refusal(made, x)
@@ -248,7 +239,6 @@ CHANGES = {
 }  # fmt: skip
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_mixer_decodes_with_its_changes(change):
     name, apply = CHANGES[change]
@@ -272,7 +262,6 @@ def test_kinds_are_passed_by_name():
 
 
 @pytest.mark.slow
-@torch.no_grad()
 def test_decoding_compiles_to_one_graph():
     made, x = layer("softmax-gated-deltanet"), torch.randn(2, 3, 32)
     mine, compiled = (made(x[:, :2])[1] for _ in range(2))

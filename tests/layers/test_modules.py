@@ -14,6 +14,7 @@ from headrace.verification.verify import relative
 from tiny import SIZES, build, by_state, close, covering, layer, tokens
 
 D, T = 32, 6
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def layers_of(module):
@@ -25,7 +26,6 @@ def layers_of(module):
     [*((name, "hook") for name in covering(zoo.names())),
      *((name, how) for name in by_state(zoo.names()) for how in ("pre-hook", "forward"))],
 )  # fmt: skip
-@torch.no_grad()
 def test_changed_submodule_changes_the_mixer(name, how):
     """In float32, which takes every short cut that there is, several tokens at a time and one by one."""
     made, x = layer(name), torch.randn(2, T, D)
@@ -50,7 +50,6 @@ def test_changed_submodule_changes_the_mixer(name, how):
 
 
 @pytest.mark.parametrize("name", covering(zoo.names()))
-@torch.no_grad()
 def test_hooks_see_the_rows_of_a_padded_batch(name):
     """As adapters of PEFT by row do. Rows are also those of the padding that stays as one more sequence."""
     made, x, mask = layer(name).double(), torch.randn(2, T, D).double(), torch.arange(T) >= torch.tensor([[0], [2]])
@@ -67,7 +66,6 @@ def test_hooks_see_the_rows_of_a_padded_batch(name):
 
 
 @pytest.mark.parametrize("name", covering(zoo.names()))
-@torch.no_grad()
 def test_a_layer_can_be_pickled(name):
     made, x = layer(name), torch.randn(2, T, D)
     assert torch.equal(pickle.loads(pickle.dumps(made))(x)[0], made(x)[0])
@@ -81,7 +79,6 @@ class Negated(nn.Conv1d):
 
 
 @pytest.mark.parametrize("name", ["gated-deltanet", "mamba"])
-@torch.no_grad()
 def test_replaced_convolution_is_called(name):
     made, x = layer(name), torch.randn(2, T, D)
     plain = made(x)[0]
@@ -93,6 +90,7 @@ def test_replaced_convolution_is_called(name):
 
 
 @pytest.mark.parametrize("how", ["hook", "replaced", "bias"])
+@torch.enable_grad()
 def test_replaced_lm_head_changes_the_training_loss(how):
     """Which is otherwise found in pieces, from the head's weight."""
     model, ids = build("gla").train(), tokens(2)
@@ -108,7 +106,6 @@ def test_replaced_lm_head_changes_the_training_loss(how):
     assert abs(loss - plain) > 1e-3 and logits is not None
 
 
-@torch.no_grad()
 def test_input_projection_can_be_quantized():
     made, x = layer("rwkv6"), torch.randn(2, T, D)
     quantized = QuantizedLinear(made.in_proj)
@@ -118,7 +115,6 @@ def test_input_projection_can_be_quantized():
 
 
 @pytest.mark.parametrize("name", ["conv", "decay.up", "gate.up"])
-@torch.no_grad()
 def test_hooks_inside_a_layer_see_every_token(name):
     """Those of a prompt, and those that are decoded one by one."""
     made = layers.build(zoo.get("kda"), hidden_size=32, num_heads=4)

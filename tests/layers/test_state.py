@@ -19,6 +19,7 @@ from tiny import by_state, covering, layer, perturbed
 D, H = 32, 4
 ZOO = covering(zoo.names())  # test_laws.py has all of them
 KINDS = by_state(zoo.names())
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def model(name, **changes):
@@ -51,7 +52,6 @@ def storages(state):
 
 
 @pytest.mark.parametrize("name", [*KINDS, "jamba", "zamba", "gpt"])
-@torch.no_grad()
 def test_use_cache_false_does_not_change_the_cache(name):
     made, ids = model(name), torch.randint(1, 50, (2, 12))
     cache = made(ids[:, :8], use_cache=True).past_key_values
@@ -91,7 +91,6 @@ def test_bfloat16_prompt_then_float32_tokens():
 @pytest.mark.parametrize(
     ("name", "dtype"), [*((name, torch.float32) for name in ZOO), *((name, torch.float64) for name in KINDS)], ids=str
 )
-@torch.no_grad()
 def test_in_place_updates_change_no_result(name, dtype):
     """From the same state twice without permission, then with it, token by token and several at once."""
     made, x = layer(name, dtype), torch.randn(2, 18, D, dtype=dtype)
@@ -111,7 +110,6 @@ def test_in_place_updates_change_no_result(name, dtype):
 
 
 @pytest.mark.parametrize("name", ZOO)
-@torch.no_grad()
 def test_padding_and_packing_do_not_write_into_the_state(name):
     made, x = layer(name), torch.randn(2, 9, D)
     state = made(x[:, :6])[1]
@@ -126,7 +124,6 @@ def test_padding_and_packing_do_not_write_into_the_state(name):
 
 
 @pytest.mark.parametrize("name", [name for name in ZOO if isinstance(zoo.get(name), MixerSpec)])
-@torch.no_grad()
 def test_token_is_decoded_into_the_same_memory(name):
     skip_if_missing("native")
     made, x = layer(name), torch.randn(3, 12, D)
@@ -163,7 +160,6 @@ def inference(x):
     [(name, how) for name in ("gated-deltanet", "mamba2", "retnet", "rwkv6", "gqa", "mamba", "sliding-window")
      for how in STATES if name == "retnet" or "int32" not in how],
 )  # fmt: skip
-@torch.no_grad()
 def test_state_in_another_layout_is_accepted(name, how):
     """It is as good as ever: next tokens are those of a float64 layer that goes on from the same numbers."""
     made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 14, D)
@@ -181,7 +177,6 @@ def test_state_in_another_layout_is_accepted(name, how):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("name", KINDS)
-@torch.no_grad()
 def test_state_in_another_precision_is_accepted(name, dtype):
     """Every kind of state, by a token, by several and in a pack, goes on from the numbers that it is given."""
     made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 11, D)
@@ -195,7 +190,6 @@ def test_state_in_another_precision_is_accepted(name, dtype):
         assert all(torch.isfinite(y).all() for y in tensors(after) if y.is_floating_point())
 
 
-@torch.no_grad()
 def test_expanded_state_is_not_written_in_place():
     for name in ZOO:
         made, x = layer(name), torch.randn(1, 14, D).expand(3, -1, -1)
@@ -213,7 +207,6 @@ def form(state):
     return type(state), [x.shape if isinstance(x, torch.Tensor) else None for x in state]
 
 
-@torch.no_grad()
 def test_state_of_another_mixer_is_refused():
     others = ("softmax-gated-deltanet", "rwkv6", "mamba", "s4", "gqa", "linear-attention", "retnet")
     x = torch.randn(2, 7, D)
@@ -233,7 +226,6 @@ def test_state_of_another_mixer_is_refused():
                         made(x[:, 6:], states[other], in_place=in_place)
 
 
-@torch.no_grad()
 def test_replaced_weights_are_used():
     skip_if_missing("native")
     made, x = layer("softmax-gla"), torch.randn(2, 8, D)
@@ -256,7 +248,6 @@ def test_replaced_weights_are_used():
     assert relative(half(x[:, 7:].half(), copy.deepcopy(state), in_place=True)[0], expected) < 1e-2  # 8 · 2^-11, about
 
 
-@torch.no_grad()
 def test_in_place_state_shares_no_memory():
     skip_if_missing("native")
     made, x = layer("gated-deltanet"), torch.randn(2, 8, D)
@@ -273,6 +264,7 @@ def test_in_place_state_shares_no_memory():
 
 
 @pytest.mark.parametrize("name", ["gla", "transformer"])
+@torch.enable_grad()
 def test_state_is_not_written_while_gradients_are_recorded(name):
     """Though it may be. Attention has room behind its keys; `step` would write a memory, without a gradient."""
     torch.manual_seed(0)
@@ -285,6 +277,7 @@ def test_state_is_not_written_while_gradients_are_recorded(name):
     assert y.requires_grad and storages(state) == before
 
 
+@torch.enable_grad()
 def test_overwritten_tensors_raise_in_the_backward():
     """What autograd keeps for a backward may be written into; then the backward says so."""
     skip_if_missing("native")
@@ -300,6 +293,7 @@ def test_overwritten_tensors_raise_in_the_backward():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
+@torch.enable_grad()
 def test_activation_checkpointing_does_not_write_into_the_state(reentrant):
     """A reentrant checkpoint runs without gradients first, and again from the same state later."""
     ids, found = torch.randint(1, 50, (2, 9)), {}
@@ -323,6 +317,7 @@ def test_activation_checkpointing_does_not_write_into_the_state(reentrant):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")
 @pytest.mark.parametrize("name", ["softmax-gla", "transformer"])
+@torch.enable_grad()
 def test_states_of_a_reentrant_checkpoint_refuse_the_gradient_that_they_cut_off(name):
     ids = torch.randint(1, 50, (2, 9))
 
@@ -349,7 +344,6 @@ def test_states_of_a_reentrant_checkpoint_refuse_the_gradient_that_they_cut_off(
 
 
 @pytest.mark.parametrize("name", ZOO)
-@torch.no_grad()
 def test_states_stay_in_float32_across_precisions(name):
     made, exact, x = layer(name), layer(name, torch.float64), torch.randn(2, 14, D)
     exact.load_state_dict(made.state_dict())
@@ -367,7 +361,6 @@ def test_states_stay_in_float32_across_precisions(name):
 # --- caches -----------------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def test_cache_of_another_model_is_refused():
     ids = torch.randint(1, 50, (2, 9))
     cache = model("softmax-gla")(ids[:, :8], use_cache=True).past_key_values
