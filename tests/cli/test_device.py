@@ -34,8 +34,7 @@ def accelerator(request, monkeypatch):
 def test_default_device_is_the_accelerator(accelerator):
     assert on_device(None) == (accelerator or "cpu")
     assert on_device(None, float64=True) == ("cuda" if accelerator == "cuda" else "cpu")
-    assert on_device("cpu") == on_device("cpu:0") == "cpu"
-    assert on_device("auto") == on_device(None)
+    assert on_device("cpu") == on_device("cpu:0") == "cpu" and on_device("auto") == on_device(None)
 
 
 @pytest.fixture

@@ -29,8 +29,7 @@ def test_laptop_recipes_take_length_and_vocabulary_from_the_data():
         one, _ = recipes.load(name, {}, OF_DATA)
         assert (one.length, one.vocab_size, one.share(1)) == (4096, 257, (2, 1))
     one, _ = recipes.load("laptop-5m", {"length": "1024", "vocab_size": "300"}, OF_DATA)
-    assert (one.length, one.vocab_size) == (1024, 300)
-    assert recipes.load("laptop-5m")[0].length == 512
+    assert (one.length, one.vocab_size) == (1024, 300) and recipes.load("laptop-5m")[0].length == 512
 
 
 def test_paper_recipes_keep_their_length(data):

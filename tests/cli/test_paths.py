@@ -58,8 +58,7 @@ def test_commands_accept_paths_with_special_characters(name, home, succeeds, mon
     words = [out if word == "OUT" else word for word in shlex.split(COMMANDS[name])]
     beside = files_beside(home)
     succeeds(*words)
-    assert out.exists() == ("OUT" in COMMANDS[name])
-    assert beside == files_beside(home)
+    assert out.exists() == ("OUT" in COMMANDS[name]) and beside == files_beside(home)
     if name == "eval":
         (result,) = out.glob("*/results.json")
         assert json.loads(result.read_text("utf-8"))["n-samples"]["lambada_openai"]["effective"] == 2

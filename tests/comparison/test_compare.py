@@ -264,8 +264,7 @@ def test_gate_statistics_of_even_and_of_decided_heads():
     with torch.no_grad():
         model.lm.model.backbone.layers[0].mixer.write_competition.weight.normal_(std=1e6)
     _, (read, write) = evaluate(model, rows, 4)
-    assert read == even[0]
-    assert write["entropy"] == pytest.approx(0, abs=0.05)
+    assert read == even[0] and write["entropy"] == pytest.approx(0, abs=0.05)
     assert sum(write["load_asked"]) == pytest.approx(1) == sum(write["load_other"])
     both = (torch.tensor(write["load_asked"]) + torch.tensor(write["load_other"])) / 2
     assert both.tolist() == pytest.approx(write["load"], abs=1e-5)
@@ -327,8 +326,7 @@ def test_evaluation_is_the_mean_over_answers():
 
 # --- plans and folders --------------------------------------------------------------------------------------
 def test_options_become_plans():
-    assert choose() == DEMO
-    assert [plan.seeds for plan in choose(seeds=1, lr=None).plans] == [1, 1]
+    assert choose() == DEMO and [plan.seeds for plan in choose(seeds=1, lr=None).plans] == [1, 1]
     (plan,) = choose(mixers="gla,softmax-gla", length=20, heads=4).plans
     assert (plan.mixers, plan.task.length, plan.shape.heads) == (("gla", "softmax-gla"), 20, 4)
     (plan,) = choose(text="a.txt", steps=7).plans

@@ -200,8 +200,7 @@ def test_factors_of_rotary_frequencies_are_those_of_llama_3(tmp_path):
     tensor = ("rope_freqs.weight", factors.float().numpy(), gguf.GGMLQuantizationType.F32)
     theirs = release(tmp_path / "model.gguf", rope_parameters=rope, max_position_embeddings=9000, more=[tensor], **WIDE)
     ours, _ = import_gguf(tmp_path / "model.gguf")
-    assert ours.config.converted_from["rope_parameters"] == rope
-    assert differs(ours, theirs, 200) < 1e-5
+    assert ours.config.converted_from["rope_parameters"] == rope and differs(ours, theirs, 200) < 1e-5
     other = (tensor[0], tensor[1] ** 1.01, tensor[2])
     release(tmp_path / "other.gguf", rope_parameters=rope, more=[other], **WIDE)
     with pytest.raises(InputError, match=r"the factors in 'rope_freqs.weight' are not those of Llama 3"):
@@ -273,8 +272,7 @@ def test_tokens_of_llama_3_stay_whole():
     tokens = [*TOKENS, "dogcat"]
     values = VOCABULARY | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * len(tokens)}
     whole = tokenizer_of(values | {"tokenizer.ggml.pre": "llama-bpe", "tokenizer.ggml.add_bos_token": False})
-    assert whole.tokenize("dogcat") == ["dogcat"]
-    assert len(tokenizer_of(values).tokenize("dogcat")) > 1
+    assert whole.tokenize("dogcat") == ["dogcat"] and len(tokenizer_of(values).tokenize("dogcat")) > 1
 
 
 def test_sentencepiece_tokenizes_as_in_transformers(tmp_path):
@@ -291,8 +289,7 @@ def test_sentencepiece_tokenizes_as_in_transformers(tmp_path):
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name), tokenizer_of(values)
     for text in ("the cats sat on", "é\n the  cat", "xyz"):
         ids = ours(text).input_ids
-        assert ids == theirs(text).input_ids
-        assert ours.decode(ids, skip_special_tokens=True) == text
+        assert ids == theirs(text).input_ids and ours.decode(ids, skip_special_tokens=True) == text
     # SentencePiece puts a space before every text; transformers' reader not before one that begins with a space.
     assert ours.tokenize(" the cat") == ["▁", "▁the", "▁cat"]
     bare = tokenizer_of(values | {"tokenizer.ggml.add_space_prefix": False})

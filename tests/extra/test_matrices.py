@@ -90,8 +90,7 @@ def test_chunkwise_equals_the_recurrence_at_any_decay(monkeypatch, module, opera
     assert all(relative(mine, their) <= 1e-12 for mine, their in zip(found, expected, strict=True))
     single = type(x)(*(y.detach().float() for y in x))
     out, final = chunks.chunkwise(module.form, single, Sequences(single.q, None), start.float())
-    assert relative(out, theirs[0]) <= 2e-6
-    assert relative(final, theirs[1]) <= 2e-6
+    assert relative(out, theirs[0]) <= 2e-6 and relative(final, theirs[1]) <= 2e-6
 
 
 @pytest.mark.parametrize(("module", "operands"), FORMS, ids=["rwkv7", "dplr", "gla-outer"])
@@ -106,8 +105,7 @@ def test_packed_sequences_equal_separate_ones(monkeypatch, module, operands, len
             assert torch.equal(final[n], start[n])
             continue
         alone, S = literally(module, type(x)(*(z[:, tokens] for z in x)), start[n : n + 1])
-        assert relative(part, alone) <= 1e-12
-        assert relative(final[n : n + 1], S) <= 1e-12
+        assert relative(part, alone) <= 1e-12 and relative(final[n : n + 1], S) <= 1e-12
 
 
 @pytest.mark.parametrize("name", zoo.MATRICES)
@@ -116,8 +114,7 @@ def test_autocast_keeps_float32_states(name):
     mixer.float()
     with torch.autocast("cpu", torch.bfloat16):
         y, state = mixer(x.float())
-    assert state.memory.dtype == torch.float32
-    assert relative(y, mixer(x.float())[0]) <= 5e-2
+    assert state.memory.dtype == torch.float32 and relative(y, mixer(x.float())[0]) <= 5e-2
 
 
 def test_invalid_specs_are_refused():
@@ -251,8 +248,7 @@ def test_gla_outer_equals_its_equation():
         gate = torch.einsum("nhk,nhv->nhkv", x.k_decay[:, t].exp(), x.v_decay[:, t].exp())
         S = gate * S + torch.einsum("nhk,nhv->nhkv", x.k[:, t], x.v[:, t])
         expected.append(torch.einsum("nhk,nhkv->nhv", x.q[:, t], S))
-    assert relative(out, torch.stack(expected, 1)) <= 1e-12
-    assert relative(final, S) <= 1e-12
+    assert relative(out, torch.stack(expected, 1)) <= 1e-12 and relative(final, S) <= 1e-12
 
 
 def test_gla_outer_layer_without_value_decay_equals_gla_layer(monkeypatch):

@@ -249,8 +249,7 @@ def test_names_in_a_state_are_the_modules_own(folder):
     layer, x = layers.Mixer("mine", hidden_size=8), torch.ones(2, 6, 8, dtype=torch.bfloat16)
     y, state = layer(x)
     again, _ = layer(x, state)
-    assert again.dtype == torch.bfloat16
-    assert torch.equal(again, y + 6)
+    assert again.dtype == torch.bfloat16 and torch.equal(again, y + 6)
 
 
 def test_module_without_a_state_takes_none(folder):

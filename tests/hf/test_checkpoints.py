@@ -37,8 +37,7 @@ def test_softmax_variant_starts_as_its_backbone(name):
     for key in plain:
         assert torch.equal(plain[key], gated[key]), key
     new = gated.keys() - plain.keys()
-    assert len(new) == 4
-    assert all("competition" in key and not gated[key].any() for key in new)
+    assert len(new) == 4 and all("competition" in key and not gated[key].any() for key in new)
     ids = tokens(2)
     assert torch.equal(models[0](ids).logits, models[1](ids).logits)
 
@@ -48,8 +47,7 @@ def test_initial_values_are_as_published():
     mixer = model.model.backbone.layers[0].mixer
     for weight in (mixer.in_proj.weight, model.get_input_embeddings().weight):
         assert abs(weight.std().item() - 0.05) < 0.005
-    assert mixer.conv.weight.std() > 0.2
-    assert mixer.norm_weight.eq(1).all()
+    assert mixer.conv.weight.std() > 0.2 and mixer.norm_weight.eq(1).all()
 
 
 # Layer 1 of 3 with 8 channels: half of the depth lies before it, two thirds from it on. i: a channel.
@@ -136,8 +134,7 @@ def test_unsaved_buffers_are_rebuilt(tmp_path):
     nn.init.ones_(model.part.weight)
     model.save_pretrained(tmp_path)
     part = Model.from_pretrained(tmp_path).part
-    assert torch.equal(part.table, torch.arange(1000.0))
-    assert part.weight.eq(1).all()
+    assert torch.equal(part.table, torch.arange(1000.0)) and part.weight.eq(1).all()
 
 
 # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -152,9 +149,7 @@ def test_save_and_load_are_bit_exact(tmp_path, mixer, dtype):
     model = build(mixer).to(dtype)
     model.save_pretrained(tmp_path)
     again, ids = in_memory(load(tmp_path)), tokens(2)
-    assert again.dtype == dtype
-    assert not again.training
-    assert again.config.mixers == model.config.mixers
+    assert again.dtype == dtype and not again.training and again.config.mixers == model.config.mixers
     assert all(torch.equal(x, again.state_dict()[key]) for key, x in model.state_dict().items())
     assert torch.equal(again(ids).logits, model(ids).logits)
 
@@ -258,9 +253,7 @@ def test_broken_checkpoint_is_one_sentence(tmp_path, damage):
     with pytest.raises(InputError) as caught:
         load(tmp_path)
     sentence = str(caught.value)
-    assert str(tmp_path) in sentence
-    assert "\n" not in sentence
-    assert len(sentence) < 400
+    assert str(tmp_path) in sentence and "\n" not in sentence and len(sentence) < 400
 
 
 # --- configuration ------------------------------------------------------------------------------------------------
@@ -268,8 +261,7 @@ def test_broken_checkpoint_is_one_sentence(tmp_path, damage):
 
 def test_mixers_repeat_over_layers():
     gla, full = zoo.get("gla"), zoo.get("transformer")
-    assert config(gla, num_hidden_layers=3).mixers == [gla] * 3
-    assert config(to_json(gla)).mixers == [gla] * 2
+    assert config(gla, num_hidden_layers=3).mixers == [gla] * 3 and config(to_json(gla)).mixers == [gla] * 2
     assert config(["gla", "transformer"], num_hidden_layers=4).mixers == [gla, full, gla, full]
     assert config("gla", num_heads=None, num_attention_heads=8).num_heads == 8
     assert config("gla", num_heads=8, num_attention_heads=8).num_heads == 8

@@ -76,8 +76,7 @@ def test_long_prompt_is_read_in_pieces(model, padding, monkeypatch):
     whole_only = model.model.backbone.shared is not None or any(isinstance(x.mlp, MixtureOfExperts) for x in layers)
     assert lengths == ([4, 4, 1] if recurrent and not whole_only else [T])
     close(pieces.logits[mask > 0], whole.logits[mask > 0])
-    assert pieces.logits.isfinite().all()
-    assert pieces.past_key_values.get_seq_length() == T
+    assert pieces.logits.isfinite().all() and pieces.past_key_values.get_seq_length() == T
     after = [model(tokens(2, 1) * 0 + 3, past_key_values=x.past_key_values).logits for x in (pieces, whole)]
     close(*after)
 
@@ -173,8 +172,7 @@ def test_cache_rows_are_reordered_together(model):
 def test_cache_interface():
     model = build("gla")
     cache = model(tokens(2)).past_key_values
-    assert (len(cache), cache.batch_size, cache.is_initialized) == (2, 2, True)
-    assert not cache.is_compileable
+    assert (len(cache), cache.batch_size, cache.is_initialized) == (2, 2, True) and not cache.is_compileable
     assert cache.is_croppable
     with pytest.raises(InputError, match="holds 2 sequences; expected 3"):
         model(tokens(3, 1), past_key_values=cache)
@@ -187,8 +185,7 @@ def test_cache_interface():
     assert (len(cache), cache.batch_size, cache.is_initialized, cache.get_seq_length()) == (0, -1, False, 0)
     close(model(ids, past_key_values=cache).logits, model(ids).logits)
     frozen = model(tokens(2, 1), past_key_values=cache, use_cache=False)
-    assert frozen.past_key_values is None
-    assert cache.get_seq_length() == T
+    assert frozen.past_key_values is None and cache.get_seq_length() == T
 
 
 # --- generate -------------------------------------------------------------------------------------------------------
@@ -370,8 +367,7 @@ def test_half_precision_training_agrees(mixer):
     exact = model(ids, labels=ids).loss
     rounded = model.bfloat16().train()(ids, labels=ids).loss
     rounded.backward()
-    assert abs(rounded / exact - 1) < 0.05
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+    assert abs(rounded / exact - 1) < 0.05 and all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_losses_equal_transformers():

@@ -147,8 +147,7 @@ def test_changed_settings_of_a_mixer_are_noticed(name, setting, value):
     before = decoded(model, ids, 3)
     setattr(model.model.layers[1].mixer, setting, value)
     now = decoded(model, ids, 3)
-    assert relative(now, before.double()) > 1e-3
-    assert relative(now, model(ids).logits[:, 3:].double()) < 1e-3
+    assert relative(now, before.double()) > 1e-3 and relative(now, model(ids).logits[:, 3:].double()) < 1e-3
 
 
 class Adapted(nn.Module):

@@ -27,8 +27,7 @@ def test_decays_have_their_declared_shape(kind):
     log_decay = decay(x)
     assert log_decay.shape == shapes[declared.shape] and (log_decay <= 0).all()
     assert declared.fixed == torch.equal(decay(x.flip(1)), log_decay)
-    assert declared.fixed == (decay.in_features == 0)
-    assert declared.paper.startswith("https://arxiv.org/abs/")
+    assert declared.fixed == (decay.in_features == 0) and declared.paper.startswith("https://arxiv.org/abs/")
 
 
 @pytest.mark.parametrize(("kind", "numbers"), [("softplus", 400), ("softplus-vector", 1600)])

@@ -267,5 +267,4 @@ def test_decoding_compiles_to_one_graph():
     mine, compiled = (made(x[:, :2])[1] for _ in range(2))
     step = torch.compile(lambda *given: made(*given, in_place=True), fullgraph=True, backend="aot_eager")
     (y, after), (expected, state) = step(x[:, 2:], compiled), made(x[:, 2:], mine, in_place=True)
-    assert relative(y, expected.double()) < 1e-6
-    assert relative(after.memory, state.memory.double()) < 1e-6
+    assert relative(y, expected.double()) < 1e-6 and relative(after.memory, state.memory.double()) < 1e-6

@@ -108,8 +108,7 @@ def test_no_token_is_dropped_when_one_expert_takes_all():
     experts, x = mixture(count=4, chosen=1), torch.rand(1, 50, D, dtype=torch.float64)
     with torch.no_grad():
         experts.router.weight.zero_()[2] = 100
-    assert experts(x).abs().sum(-1).min() > 0
-    assert experts.routing.chosen.unique().tolist() == [2]
+    assert experts(x).abs().sum(-1).min() > 0 and experts.routing.chosen.unique().tolist() == [2]
     assert experts.routing.balance_loss().item() == pytest.approx(4, rel=1e-6), "as uneven as can be"
 
 
@@ -117,8 +116,7 @@ def test_a_copy_has_no_routing():
     """Which belongs to the graph of a forward, and cannot be copied."""
     experts = mixture()
     experts(torch.randn(1, 3, D, dtype=torch.float64))
-    assert copy.deepcopy(experts).routing is None
-    assert experts.routing is not None
+    assert copy.deepcopy(experts).routing is None and experts.routing is not None
 
 
 @pytest.mark.parametrize("padding", [False, True])

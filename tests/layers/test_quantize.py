@@ -68,8 +68,7 @@ def test_casting_keeps_stored_weights_and_scales(kind, cast, dtype):
     for rows in (1, FEW, FEW + 1):
         x = torch.randn(rows, 64).to(dtype)
         y, full = layer(x), nn.functional.linear(x.double(), linear.weight.double(), layer.bias.double())
-        assert y.dtype is dtype
-        assert ((y.double() - exact(layer, x)).abs() <= rounding(layer, x)).all()
+        assert y.dtype is dtype and ((y.double() - exact(layer, x)).abs() <= rounding(layer, x)).all()
         step = x.double().abs() @ largest.double().expand_as(linear.weight).T  # of errors of half a step of a weight
         assert ((y.double() - full).abs() <= rounding(layer, x) + step).all()
 
@@ -202,8 +201,7 @@ def test_decays_and_gates_are_not_quantized(mixer):
     skip_if_missing("native")
     layer = Mixer(mixer, hidden_size=32, num_heads=4)
     integer = {name for name, module in quantize(layer).named_modules() if isinstance(module, QuantizedLinear)}
-    assert integer == {"in_proj", "o_proj"}
-    assert find_program(layer, torch.randn(2, 1, 32))[1] is None
+    assert integer == {"in_proj", "o_proj"} and find_program(layer, torch.randn(2, 1, 32))[1] is None
 
 
 @torch.no_grad()

@@ -85,8 +85,7 @@ def test_half_precision_and_frozen_parameters_work():
         rounded, state = ours(x)
         ours(x[:, :1], state)
     rounded.float().square().sum().backward()
-    assert rounded.dtype == torch.bfloat16
-    assert relative(rounded.float(), ours(x)[0]) < 2e-2
+    assert rounded.dtype == torch.bfloat16 and relative(rounded.float(), ours(x)[0]) < 2e-2
     assert x.grad.isfinite().all() and ours.q_proj.weight.grad.norm() > 0 and ours.bias.weight.grad is None
 
 
@@ -124,8 +123,7 @@ def test_memory_grows_linearly(name, causal):
         with Largest() as made:
             ours(x)[0].sum().backward()
         sizes.append(made.size)
-    assert sizes[1] <= 2.1 * sizes[0]
-    assert sizes[1] < 2048**2
+    assert sizes[1] <= 2.1 * sizes[0] and sizes[1] < 2048**2
 
 
 def test_a_window_longer_than_the_text_has_no_empty_columns():

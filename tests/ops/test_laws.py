@@ -168,8 +168,7 @@ def test_state_shapes_and_bytes_match_the_spec(name):
 def test_new_mixer_is_one_table_entry(monkeypatch):
     monkeypatch.setitem(zoo.LINEAR, "leaky-delta", spec.change(zoo.LINEAR["deltanet"], "decay.kind", "retnet"))
     for name in ("leaky-delta", "softmax-leaky-delta"):
-        assert name in zoo.names()
-        assert all(row.holds for row in laws(name, "cpu", torch.float64, seed=0))
+        assert name in zoo.names() and all(row.holds for row in laws(name, "cpu", torch.float64, seed=0))
 
 
 @pytest.mark.parametrize(

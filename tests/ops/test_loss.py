@@ -42,8 +42,7 @@ def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
     assert relative(ours.double(), theirs) <= tolerance
     gradients = torch.autograd.grad(3 * ours, [hidden, weight])
     for mine, their in zip(gradients, torch.autograd.grad(3 * theirs, exact), strict=True):
-        assert mine.dtype == dtype
-        assert relative(mine.double(), their) <= tolerance
+        assert mine.dtype == dtype and relative(mine.double(), their) <= tolerance
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, labels), ours)
 
@@ -76,8 +75,7 @@ def test_autocast_keeps_the_loss_in_float32():
         ours = linear_cross_entropy(hidden, weight, labels)
     ours.backward()
     rounded = linear_cross_entropy(hidden.bfloat16(), weight.bfloat16(), labels)
-    assert ours.dtype == weight.grad.dtype == torch.float32
-    assert torch.equal(ours, rounded)
+    assert ours.dtype == weight.grad.dtype == torch.float32 and torch.equal(ours, rounded)
 
 
 def test_autocast_leaves_float64_as_it_is():

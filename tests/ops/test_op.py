@@ -158,8 +158,7 @@ def test_step_equals_one_token_of_the_reference(decay, kind, queries):
 def test_bfloat16_keeps_its_state_in_float32(backend):
     x = detached(inputs("scalar"), torch.bfloat16)
     out, state = linear_attention(**x, backend=backend)
-    assert out.dtype == torch.bfloat16
-    assert state.dtype == torch.float32
+    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
     exact = linear_attention(**detached(x))
     assert relative(out, exact[0].double()) < 4e-3
     products = 2**-8 if backend == "native" and native.instructions == "avx512bf16" else 1e-6
@@ -171,8 +170,7 @@ def test_state_of_an_empty_sequence_has_the_dtype_of_the_others(form):
     x = torch.randn(1, 4, 2, 3)
     given = torch.randn(3, 2, 3, 3, dtype=torch.float64)
     _, state = linear_attention(x, x, x, initial_state=given, cu_seqlens=torch.tensor([0, 2, 2, 4]), form=form)
-    assert state.dtype == torch.float32
-    assert torch.equal(state[1], given[1].float())
+    assert state.dtype == torch.float32 and torch.equal(state[1], given[1].float())
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
@@ -186,8 +184,7 @@ def test_autocast_does_not_change_the_op(backend, rule):
         actual = torch.autograd.grad(cast_out.sum() + cast_state.sum(), list(x.values()))
         now = {name: y if name == "initial_state" else y[:, 0] for name, y in x.items()}
         stepped, _ = step(**{{"initial_state": "state"}.get(name, name): y for name, y in now.items()}, rule=rule)
-    assert torch.equal(out, cast_out)
-    assert torch.equal(state, cast_state)
+    assert torch.equal(out, cast_out) and torch.equal(state, cast_state)
     assert all(torch.equal(g, e) for g, e in zip(actual, expected, strict=True))
     assert relative(stepped, out[:, 0].double()) < 1e-6
 
@@ -217,8 +214,7 @@ def test_saved_bytes_are_bounded(backend):
         with torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x):
             linear_attention(q, k, v, log_decay=g, rule=rule, backend=backend)
         distinct = {x.data_ptr(): x.nbytes for x in kept}
-        assert len(distinct) >= len(given)
-        assert sum(distinct.values()) <= limit * sum(x.nbytes for x in given)
+        assert len(distinct) >= len(given) and sum(distinct.values()) <= limit * sum(x.nbytes for x in given)
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------

@@ -76,8 +76,7 @@ def test_float32_over_2048_tokens(monkeypatch, rule, beta, bound, decay):
     elif decay == "vector":
         arguments["log_decay"] = -0.1 * torch.rand(1, 2048, 2, 32).double()
     forward, backward = errors_in_float32(arguments, monkeypatch, rule)
-    assert forward <= bound
-    assert backward <= 10 * bound
+    assert forward <= bound and backward <= 10 * bound
 
 
 def hostile_decays():
@@ -106,8 +105,7 @@ def hostile_decays():
 def test_hostile_decays(monkeypatch, rule, kind):
     arguments = long_inputs(tokens=256) | {"log_decay": hostile_decays()[kind]}
     forward, backward = errors_in_float32(arguments, monkeypatch, rule)
-    assert forward <= 2e-6
-    assert backward <= 5e-6
+    assert forward <= 2e-6 and backward <= 5e-6
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
@@ -151,8 +149,7 @@ def test_repeated_key_stays_accurate(monkeypatch):
     arguments["k"] = arguments["k"][:, :1].expand(-1, 128, -1, -1)
     del arguments["log_decay"]  # nothing old is left to decay: its gradient is zero
     forward, backward = errors_in_float32(arguments, monkeypatch, "delta")
-    assert forward <= ROUNDED
-    assert backward <= 1e-5
+    assert forward <= ROUNDED and backward <= 1e-5
 
 
 @pytest.mark.parametrize("rule", ["add", "delta"])
@@ -175,8 +172,7 @@ def test_70001_tokens_at_once_and_in_pieces(backend):
         out, state = op(**dict(zip(x, piece, strict=True)), initial_state=states[-1])
         outs.append(out)
         states.append(state)
-    assert relative(torch.cat(outs, 1), whole.double()) < 1e-6
-    assert relative(states[-1], final.double()) < 1e-6
+    assert relative(torch.cat(outs, 1), whole.double()) < 1e-6 and relative(states[-1], final.double()) < 1e-6
     tail = {name: y[:, -500:].double() for name, y in x.items()}
     assert relative(whole[:, -500:], literal(**tail, rule="delta", initial_state=states[2].double())[0]) < 2e-6
 

@@ -19,8 +19,7 @@ COLUMNS = {column for columns in catalog.VIEWS.values() for column in columns}
 def test_every_mixer_has_a_complete_row(name):
     row = catalog.describe(name)
     assert row.keys() > COLUMNS and all(row[column] not in ("", None) for column in COLUMNS)
-    assert row["paper"].startswith("https://")
-    assert zoo.get(row["spec"]) == zoo.get(name)
+    assert row["paper"].startswith("https://") and zoo.get(row["spec"]) == zoo.get(name)
     softmax = name.removeprefix("softmax-") in zoo.LINEAR and name not in zoo.LINEAR
     assert row["competes"] == (softmax or name in zoo.PUBLISHED)
     json.dumps(row)

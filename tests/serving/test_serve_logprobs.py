@@ -150,8 +150,7 @@ def words():
 def test_continuation_keeps_its_leading_space():
     tokenizer = words()
     text = Text(tokenizer, (), tokenizer("it was").input_ids)
-    assert text.add(2) + text.rest() == " a"
-    assert Text(tokenizer, ()).add(2) == "a"
+    assert text.add(2) + text.rest() == " a" and Text(tokenizer, ()).add(2) == "a"
     assert token_texts(tokenizer, {0, 2}) == {0: " it", 2: " a"}
 
 

@@ -107,8 +107,7 @@ ELSEWHERE = {
 
 
 def refused(answer, status, sentence, param=None):
-    assert answer.status_code == status
-    assert len(answer.content) < 500
+    assert answer.status_code == status and len(answer.content) < 500
     error = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert sentence in error["message"] and error["param"] == param and "\n" not in error["message"]

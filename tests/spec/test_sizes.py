@@ -108,8 +108,7 @@ def test_keys_that_heads_share_are_not_copied_per_head(name):
 
     layer.op = op
     layer(torch.randn(1, 5, 128))
-    assert seen == [((1, 128), (1, 128), (4, 64))]
-    assert layer.parts["q"] == layer.parts["k"] == 128
+    assert seen == [((1, 128), (1, 128), (4, 64))] and layer.parts["q"] == layer.parts["k"] == 128
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,7 @@ def test_folder_in_use_is_refused(prepared, tmp_path, refusal, command):
     with locked(tmp_path / "folder"):
         said = refusal(*COMMANDS[command](prepared, tmp_path / "folder"))
     sentence = rf"^headrace: --output '.*folder' is in use by process {os.getpid()} on \S+ since \S+;"
-    assert re.search(sentence, said, re.M)
-    assert not any((tmp_path / "folder").iterdir())
+    assert re.search(sentence, said, re.M) and not any((tmp_path / "folder").iterdir())
 
 
 def test_a_folder_that_was_removed_is_an_error_at_the_end_too(tmp_path):
@@ -115,8 +114,7 @@ def test_lock_of_a_killed_process_is_released(tmp_path):
     process = groups.forked().Process(target=killed_in, args=(tmp_path / "d",))
     process.start()
     process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert (tmp_path / "d" / LOCK).exists()
+    assert process.exitcode == -signal.SIGKILL and (tmp_path / "d" / LOCK).exists()
     with locked(tmp_path / "d"):
         pass
     assert not (tmp_path / "d" / LOCK).exists()

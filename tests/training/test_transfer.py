@@ -489,8 +489,7 @@ def test_a_killed_command_goes_on(folder, prepared, words, tmp_path, run_command
     steps = []
     monkeypatch.setattr(module.Updates, "step", lambda updates: steps.append(step(updates)))
     succeeds("linearize", folder, *words)
-    assert len(steps) == 1
-    assert not list(tmp_path.glob(".out*parts"))
+    assert len(steps) == 1 and not list(tmp_path.glob(".out*parts"))
 
 
 @pytest.mark.parametrize(
@@ -515,8 +514,7 @@ def test_a_killed_command_goes_on(folder, prepared, words, tmp_path, run_command
 )
 def test_bad_options_are_one_sentence(wrong, sentence, folder, words, tmp_path, refusal):
     said = refusal("linearize", folder, *words, *wrong)
-    assert sentence in said and len(said.strip().splitlines()) == 1
-    assert not list(tmp_path.iterdir())
+    assert sentence in said and len(said.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
 
 
 def test_latent_attention_is_named(words, tmp_path, refusal):
@@ -660,6 +658,5 @@ def test_a_model_of_the_hub_is_fetched_with_its_tokenizer(folder, words, succeed
 
 def test_command_says_what_a_machine_needs(folder, words, tmp_path, succeeds, refusal):
     said = succeeds("linearize", folder, *words, "--machine", "1xH100").out
-    assert "fits" in said and " s on one H100" in said
-    assert not list(tmp_path.iterdir())
+    assert "fits" in said and " s on one H100" in said and not list(tmp_path.iterdir())
     assert "unknown device; expected one of" in refusal("linearize", folder, *words, "--machine", "1xH101")

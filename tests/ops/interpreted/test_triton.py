@@ -251,8 +251,7 @@ def test_a_step_in_place(monkeypatch):
         step(**token, state=state.clone().mT.contiguous().mT, rule="delta", backend="triton", in_place=True)
     version = state._version
     found, new = step(**token, state=state, rule="delta", backend="triton", in_place=True)
-    assert state._version > version
-    assert torch.equal(found, out) and torch.equal(new, after) and new is state
+    assert state._version > version and torch.equal(found, out) and torch.equal(new, after) and new is state
 
 
 @pytest.mark.parametrize("options", [{}, {"normalize": True}, {"rule": "delta"}, {"bonus": torch.rand(H, K)}], ids=str)
