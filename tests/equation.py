@@ -39,12 +39,9 @@ CHUNKWISE = Way({"backend": "torch", "chunk_size": 5})
 # sum over all tokens.
 NATIVE = Way({"backend": "native", "chunk_size": 16}, torch.float32, 3e-6, 3e-5, 37)
 WAYS = {
-    "chunkwise": CHUNKWISE,
-    "batched": CHUNKWISE,
-    "recurrent": Way({"form": "recurrent"}),
-    "parallel": Way({"backend": "torch", "form": "parallel"}),
-    "native": NATIVE,
-}
+    "chunkwise": CHUNKWISE, "batched": CHUNKWISE, "recurrent": Way({"form": "recurrent"}),
+    "parallel": Way({"backend": "torch", "form": "parallel"}), "native": NATIVE,
+}  # fmt: skip
 
 
 def prepare(name: str, monkeypatch) -> None:

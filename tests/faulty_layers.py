@@ -67,19 +67,13 @@ def adapter(fault=""):
 CONTINUED = {"pieces = whole", "left-padded in pieces", "copied state", "reordered state", "cropped = recomputed"}
 ALONE = {"left-padded = bare", "right-padded = bare", "left-padded in pieces", "left-padded in decoding"}
 FAULTS = {
-    "packing": {"packed = separate"},
-    "forgets": CONTINUED,
+    "packing": {"packed = separate"}, "forgets": CONTINUED,
     "padding": ALONE - {"right-padded = bare"} | {"NaN in padding"},
-    "batch": ALONE | {"batch size", "NaN in a row", "NaN in padding"},
-    "gradient": {"gradients = differences"},
-    "float32 gradient": {"gradients = float64"},
-    "bfloat16": {"state dtype"},
-    "hidden": {"copied state", "reordered state"},
-    "uncropped": {"cropped = recomputed"},
-    "unordered": {"reordered state"},
-    "unsaved": {"saved = loaded"},
-    "compiled": {"compile = eager"},
-}
+    "batch": ALONE | {"batch size", "NaN in a row", "NaN in padding"}, "gradient": {"gradients = differences"},
+    "float32 gradient": {"gradients = float64"}, "bfloat16": {"state dtype"},
+    "hidden": {"copied state", "reordered state"}, "uncropped": {"cropped = recomputed"},
+    "unordered": {"reordered state"}, "unsaved": {"saved = loaded"}, "compiled": {"compile = eager"},
+}  # fmt: skip
 packing, forgets, padding, hidden, raises, bfloat16 = (
     partial(adapter, fault) for fault in ("packing", "forgets", "padding", "hidden", "raises", "bfloat16")
 )

@@ -10,12 +10,8 @@ from tiny import perturbed, saved
 FAMILIES = recurrent.FAMILIES | delta.FAMILIES | hybrid.FAMILIES
 # Between them: experts, dense MLPs, gated and latent attention, norms of the branches' outputs, tied weights, no MLP.
 HYBRIDS = {
-    "qwen3_next": {},
-    "qwen3_5_text": {"tie_word_embeddings": True},
-    "kimi_linear": {},
-    "olmo_hybrid": {},
-    "mamba2": {},
-}
+    "qwen3_next": {}, "qwen3_5_text": {"tie_word_embeddings": True}, "kimi_linear": {}, "olmo_hybrid": {}, "mamba2": {},
+}  # fmt: skip
 # Parallel mixers, a shared block, layers of one mixer or one MLP, linear attention with fixed decays.
 OTHERS = ("falcon_h1", "zamba2", "nemotron_h", "minimax")
 

@@ -86,9 +86,8 @@ def requests_of(base):
 def ask(client, prompt, **changes):
     """A greedy completion of a few tokens."""
     model = client.models.list().data[0].id
-    return client.completions.create(
-        **{"model": model, "prompt": prompt, "max_tokens": NEW, "temperature": 0} | changes
-    )
+    given = {"model": model, "prompt": prompt, "max_tokens": NEW, "temperature": 0}
+    return client.completions.create(**given | changes)
 
 
 class Client:

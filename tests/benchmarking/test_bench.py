@@ -372,17 +372,13 @@ MISTAKES = {
     "--lengths=0; expected positive integers": {"lengths": "0"},
     "--lengths=; expected positive integers": {"lengths": ""},
     "--batch-sizes=1,-2; expected positive": {"batch_sizes": "1,-2"},
-    "--contexts=1e4; expected positive": {"contexts": "1e4"},
-    "--layers=0; expected at least 1": {"layers": 0},
-    "--rounds=0; expected at least 1": {"rounds": 0},
-    "--dtype='float8'; expected one of": {"dtype": "float8"},
-    "'glaa'": {"mixers": "glaa"},
-    "--mixers='' names none": {"mixers": ""},
-    "transformers-mamba' is unknown": {"mixers": "transformers-mamba"},
-    "heads=3": {"heads": 3},
+    "--contexts=1e4; expected positive": {"contexts": "1e4"}, "--layers=0; expected at least 1": {"layers": 0},
+    "--rounds=0; expected at least 1": {"rounds": 0}, "--dtype='float8'; expected one of": {"dtype": "float8"},
+    "'glaa'": {"mixers": "glaa"}, "--mixers='' names none": {"mixers": ""},
+    "transformers-mamba' is unknown": {"mixers": "transformers-mamba"}, "heads=3": {"heads": 3},
     "--hidden-size=1000; expected a multiple of 64": {"mixers": "transformers-llama", "hidden_size": 1000},
     "is no folder of reports or runs": {"output": Path(__file__).parent},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", MISTAKES)

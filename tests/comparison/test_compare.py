@@ -41,13 +41,9 @@ from stored import results
 
 CONTROL = "softmax-retnet(competition.activation=sigmoid)"
 SMALL = Plan(
-    "small",
-    ("retnet", "softmax-retnet", CONTROL),
-    Pair(keys=6, pairs=4, queries=4),
-    Shape(hidden_size=16, heads=4),
-    ArmRecipe(steps=3, batch_size=4, evaluations=2, held_out=8),
-    seeds=2,
-)
+    "small", ("retnet", "softmax-retnet", CONTROL), Pair(keys=6, pairs=4, queries=4), Shape(hidden_size=16, heads=4),
+    ArmRecipe(steps=3, batch_size=4, evaluations=2, held_out=8), seeds=2,
+)  # fmt: skip
 
 
 def ignore(*news):

@@ -21,14 +21,9 @@ from headrace.utils.errors import InputError
 from stored import question
 
 SMALL = Plan(
-    "small",
-    ("retnet", "softmax-retnet"),
-    Pair(keys=6, pairs=4, queries=4),
-    Shape(hidden_size=16, heads=4, mlp=0),
-    ArmRecipe(steps=3, batch_size=4, evaluations=3, held_out=8),
-    seeds=(3, 5),
-    tuning=Tuning("lr", (1e-3, 1e-1), (7,)),
-)
+    "small", ("retnet", "softmax-retnet"), Pair(keys=6, pairs=4, queries=4), Shape(hidden_size=16, heads=4, mlp=0),
+    ArmRecipe(steps=3, batch_size=4, evaluations=3, held_out=8), seeds=(3, 5), tuning=Tuning("lr", (1e-3, 1e-1), (7,)),
+)  # fmt: skip
 PLAN = """
 question: Does it help?
 task: pair(least=1)

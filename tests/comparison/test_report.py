@@ -160,9 +160,8 @@ def test_the_score_of_guessing(task, expected):
 def test_tasks_know_their_level_of_chance():
     known = {"pair": 32, "key-value": 16, "mqar": 20, "copy": 16, "selective-copy": 8, "induction": 15, "digits": 10}
     known |= {"parity": 2, "modular-counting": 3, "s3": 6, "s5": 120, "flip-flop": 2, "dyck": 3}
-    levels = {
-        name: getattr(plan.task, "chance", None) for name, plan in DEFAULTS.items() if name not in ("text", "masked")
-    }
+    tasks = {name: plan.task for name, plan in DEFAULTS.items() if name not in ("text", "masked")}
+    levels = {name: getattr(task, "chance", None) for name, task in tasks.items()}
     expected = {name: 1 / answers for name, answers in known.items()} | {"needle": 0.0}
     assert {name: level for name, level in levels.items() if level is not None} == expected
 

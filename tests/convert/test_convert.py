@@ -290,9 +290,8 @@ def test_sharded_checkpoint_is_read(checkpoint):
     _, path = checkpoint("llama")
     expected = import_checkpoint(path)
     in_pieces(path, lambda name: name > "model.layers.0.self_attn")
-    assert all(
-        torch.equal(a, b) for a, b in zip(import_checkpoint(path).parameters(), expected.parameters(), strict=True)
-    )
+    pairs = zip(import_checkpoint(path).parameters(), expected.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def test_whole_file_counts_beside_an_index(checkpoint):
@@ -381,10 +380,7 @@ def test_tokenizer_and_generation_files_are_copied(checkpoint, tmp_path, run_com
     beside |= {"generation_config.json": json.dumps({"eos_token_id": [5, 6], "temperature": 0.5, "do_sample": True})}
     for name, text in beside.items():
         (path / name).write_text(text)
-    for arguments in (
-        f"{path} --output {tmp_path / 'ours'}",
-        f"{tmp_path / 'ours'} --output {tmp_path / 'out'} --to llama",
-    ):
+    for arguments in (f"{path} --output {tmp_path}/ours", f"{tmp_path}/ours --output {tmp_path}/out --to llama"):
         assert run_command("convert", *arguments.split()).code == 0
     assert load(tmp_path / "ours").generation_config.eos_token_id == [5, 6]
     assert {name: (tmp_path / "out" / name).read_text() for name in beside} == beside

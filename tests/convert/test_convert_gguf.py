@@ -407,6 +407,5 @@ def test_an_export_names_the_conversion(small, tmp_path, monkeypatch):
     written(tmp_path / "model.gguf", *small)
     done = CliRunner().invoke(app, ["export", "model.gguf", "--to", "onnx", "--output", "x"])
     assert isinstance(done.exception, InputError)
-    assert str(done.exception) == (
-        "'model.gguf' is a GGUF file; convert it first: headrace convert model.gguf --output FOLDER"
-    )
+    told = "'model.gguf' is a GGUF file; convert it first: headrace convert model.gguf --output FOLDER"
+    assert str(done.exception) == told

@@ -98,9 +98,7 @@ def test_released_configuration_of_flash_linear_attention(name, tmp_path):
 
     config = RELEASED[name]["config"]
     form = config["model_type"]
-    save(
-        form, tmp_path, **{field: value for field, value in config.items() if field not in {"model_type", *BASE[form]}}
-    )
+    save(form, tmp_path, **{name: x for name, x in config.items() if name not in {"model_type", *BASE[form]}})
     assert error(tmp_path) < 1e-12
 
 

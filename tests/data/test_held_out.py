@@ -126,9 +126,8 @@ def test_held_out_dates_are_not_trained_in_another_format():
 def test_split_shares_are_a_tenth_a_tenth_and_the_rest():
     """Of 20,000 different rows; six standard errors of a share are 0.017 at most."""
     parts = PARTS[row_hashes(torch.arange(20_000)[:, None]) % np.uint64(10)]
-    assert [(parts == part).mean() for part in ("held-out", "tuning", "training")] == pytest.approx(
-        [0.1, 0.1, 0.8], abs=0.017
-    )
+    shares = [(parts == part).mean() for part in ("held-out", "tuning", "training")]
+    assert shares == pytest.approx([0.1, 0.1, 0.8], abs=0.017)
 
 
 def test_split_of_a_row_ignores_padding_and_respects_order():

@@ -87,9 +87,8 @@ def test_rows_are_prompt_and_answer_tokens_only(kind, trained, tmp_path):
     path = None
     if trained:
         path = str(tmp_path / "tokenizer.json")
-        tokenizer.train_bpe([PROSE, NOISE, "The special magic number is 1234567 or 7654321."], 300).save_pretrained(
-            tmp_path
-        )
+        known = [PROSE, NOISE, "The special magic number is 1234567 or 7654321."]
+        tokenizer.train_bpe(known, 300).save_pretrained(tmp_path)
     (tmp_path / "prose.txt").write_text(PROSE)
     task = Needle(kind, length=800, haystack=None if kind == 1 else str(tmp_path / "prose.txt"), tokenizer=path)
     batch, end = task.sample(torch.Generator().manual_seed(3), 4), task.tokens.eos_token_id

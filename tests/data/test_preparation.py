@@ -337,10 +337,8 @@ def test_bad_rows_of_parquet_are_counted(tmp_path):
     assert {what: one["rows"] for what, one in made["bad_rows"].items()} == {"not UTF-8": 3, "null": 3, "empty": 3}
     assert made["train"]["bytes"] + made["held_out"]["bytes"] == 3 * len("goodalso good")
     parquet.write_table(pyarrow.table({"n": [1, 2]}), tmp_path / "b.parquet")
-    for column, sentence in (
-        ("text", "--column 'text' is not in .*; expected one of n"),
-        ("n", "holds int64; expected text"),
-    ):
+    wrong = {"text": "--column 'text' is not in .*; expected one of n", "n": "holds int64; expected text"}
+    for column, sentence in wrong.items():
         with pytest.raises(InputError, match=sentence):
             prepare(Preparation((str(tmp_path / "b.parquet"),), column=column), tmp_path / "none")
 

@@ -90,9 +90,7 @@ def test_pair_keys_are_cluster_and_position():
     task, seen = Pair(keys=12, pairs=7, least=3, clusters=3), set()
     for ids, labels in rows_of(task, 200):
         stored = {(cluster, place): value for cluster, place, value in ids[:7] if value >= 0}
-        queries = [
-            (tuple(key), label) for (*key, _), label in zip(ids[7:], labels[7:], strict=True) if label != IGNORED
-        ]
+        queries = [(tuple(key), x) for (*key, _), x in zip(ids[7:], labels[7:], strict=True) if x != IGNORED]
         assert dict(queries) == stored and len(queries) == len(stored) and min(stored.values()) >= 12
         seen |= stored.keys()
     assert seen == {(cluster, 3 + place) for cluster in range(3) for place in range(4)}
@@ -184,10 +182,8 @@ def test_mqar_has_the_distribution_of_zoology():
     gaps = ((labels[:, None] == values[..., None]).argmax(2) - 2 * task.pairs) // 2
     theirs, their_gaps = (np.array(x) for x in zip(*(mqar_literally(task, rng) for _ in range(rows)), strict=True))
     count = lambda x, size: np.stack([np.bincount(column, minlength=size) for column in x.T])  # noqa: E731
-    for ours, other in (
-        (count(ids, task.vocabulary), count(theirs, task.vocabulary)),
-        (count(gaps, 9), count(their_gaps, 9)),
-    ):
+    of_ids = count(ids, task.vocabulary), count(theirs, task.vocabulary)
+    for ours, other in (of_ids, (count(gaps, 9), count(their_gaps, 9))):
         assert ours.shape == other.shape and ((ours == 0) == (other == 0)).all()
         # Two counts of one law differ by a normal variable of variance at most their sum; 987 of them: 1e-6 beyond 6.
         assert (np.abs(ours - other) <= 6 * np.sqrt(ours + other)).all()

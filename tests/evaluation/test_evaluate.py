@@ -259,9 +259,8 @@ def test_the_command_writes_a_report(checkpoints, data, tmp_path, monkeypatch):
     for model in checkpoints:
         theirs = read_result(tmp_path / model / "results.json")["results"]
         for (task, metric, _), line in lines.xs(model, level="model", drop_level=False).iterrows():
-            assert (
-                line.score == pytest.approx(theirs[task][f"{metric},none"]) and line.rows == theirs[task]["sample_len"]
-            )
+            own = theirs[task]
+            assert line.score == pytest.approx(own[f"{metric},none"]) and line.rows == own["sample_len"]
             assert line.higher_is_better == (metric != "perplexity")
     record = read_result(tmp_path / "llama" / "items" / "piqa.json")
     assert record["environment"]["device"] == "cpu" and "mps" not in page

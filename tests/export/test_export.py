@@ -166,9 +166,8 @@ def test_head_count_may_equal_the_traced_batch(tmp_path, monkeypatch):
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
-    model = HeadraceForCausalLM(
-        config([f"softmax-{CHECKPOINT[0]}", *CHECKPOINT[1:]], num_hidden_layers=3, vocab_size=257)
-    )
+    mixers = [f"softmax-{CHECKPOINT[0]}", *CHECKPOINT[1:]]
+    model = HeadraceForCausalLM(config(mixers, num_hidden_layers=3, vocab_size=257))
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.2)

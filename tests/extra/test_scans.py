@@ -24,9 +24,8 @@ D, T = 32, 70
 
 
 def build(name, **settings):
-    return layers.build(
-        zoo.get(name), **{"hidden_size": D, "num_heads": 4, "layer_idx": 1, "num_layers": 3, **settings}
-    )
+    sizes = {"hidden_size": D, "num_heads": 4, "layer_idx": 1, "num_layers": 3}
+    return layers.build(zoo.get(name), **sizes | settings)
 
 
 @pytest.mark.parametrize("name", zoo.SCANS)

@@ -116,9 +116,7 @@ def test_models_with_growing_states_say_that_they_have_no_graph(device, name):
 def test_tokens_on_the_cpu_are_continued(device, name):
     model, ids = build(name).to(device, torch.float32), tokens(2)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
-    here, there = (
-        model.generate(each, attention_mask=torch.ones_like(each), **options) for each in (ids, ids.to(device))
-    )
+    here, there = (model.generate(x, attention_mask=torch.ones_like(x), **options) for x in (ids, ids.to(device)))
     assert here.is_cpu and torch.equal(here, there.cpu())
 
 
@@ -188,9 +186,8 @@ def test_convolution_of_a_token_matches_the_reference(device):
 def test_compiled_blocks_equal_uncompiled_ones(device, name):
     torch.compiler.reset()
     block = Block(zoo.mixer(name), Sizes(64, 2, 64), 0, 2).to(device)
-    compiled = torch.compile(
-        copy.deepcopy(block), fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager"
-    )
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend=backend)
     x = torch.randn(2, TOKENS, 64).to(device)
     results = []
     for module in (compiled, block):

@@ -78,15 +78,12 @@ def sampled(folder, temperature=0.8, top_k=0, top_p=1.0, repetition_penalty=1.0)
 
 
 OPTIONS = {
-    "": {},
-    "--temperature 1.5": {"temperature": 1.5},
-    "--top-k 3": {"top_k": 3},
-    "--top-p 0.5": {"top_p": 0.5},
+    "": {}, "--temperature 1.5": {"temperature": 1.5}, "--top-k 3": {"top_k": 3}, "--top-p 0.5": {"top_p": 0.5},
     "--repetition-penalty 1.7": {"repetition_penalty": 1.7},
     "--top-k 20 --top-p 0.8 --repetition-penalty 1.3": {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.3},
     "--temperature 0": {"temperature": 0},
     "--temperature 0 --repetition-penalty 1.7": {"temperature": 0, "repetition_penalty": 1.7},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", OPTIONS)

@@ -26,10 +26,7 @@ SOME = ["softmax-gla", "hybrid", "sparse", "window", "experts"]
 
 def of_all_and_some(first, others):
     """(model, case): the first case of all models, the others of some."""
-    return [
-        *((name, first) for name in MIXERS),
-        *((name, other) for name in SOME for other in others if other != first),
-    ]
+    return [*((name, first) for name in MIXERS), *((name, x) for name in SOME for x in others if x != first)]
 
 
 @pytest.fixture(params=MIXERS)

@@ -133,9 +133,8 @@ def test_trl_fine_tuning_lowers_the_loss(model_folder, tmp_path, adapter):
         report_to="none", use_cpu=True, bf16=False, save_strategy="no", seed=0, packing=not adapter, max_length=256,
     )  # fmt: skip
     lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if adapter else None
-    trainer = trl.SFTTrainer(
-        model=model, args=settings, train_dataset=rows, processing_class=tokenizer, peft_config=lora
-    )
+    given = {"args": settings, "train_dataset": rows, "processing_class": tokenizer, "peft_config": lora}
+    trainer = trl.SFTTrainer(model=model, **given)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == 8 and losses[-1] < losses[0] - 0.1

@@ -27,9 +27,8 @@ def read(monkeypatch):
 
 def answered(model, ids, cache):
     mask = torch.ones_like(ids)  # an answer may have the token that `generate` takes for padding
-    return model.generate(
-        ids, attention_mask=mask, **{NAME: cache}, max_new_tokens=NEW, do_sample=False, pad_token_id=0
-    )
+    more = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    return model.generate(ids, attention_mask=mask, **{NAME: cache}, **more)
 
 
 def test_text_that_the_cache_has_is_refused():

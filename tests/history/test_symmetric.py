@@ -215,14 +215,11 @@ def models_agree(ours, theirs, lengths, width, **more):
     ids, place = torch.randint(V - 2, (len(lengths), width)), torch.arange(width).expand(len(lengths), -1)
     mask = place < torch.tensor(lengths)[:, None]
     embedded = ours.embedding(ids) + ours.segments(torch.zeros_like(ids))
-    results = (
-        ours.encoder(embedded, mask=mask)[0],
-        theirs(ids, mask.long(), position_ids=place, **more).last_hidden_state,
-    )
+    other = theirs(ids, mask.long(), position_ids=place, **more).last_hidden_state
+    results = ours.encoder(embedded, mask=mask)[0], other
     tables = ours.embedding.weight, theirs.embeddings.word_embeddings.weight
-    gradients = [
-        torch.autograd.grad((y[mask] * y[mask].detach().sin()).sum(), p) for y, p in zip(results, tables, strict=True)
-    ]
+    sums = [(y[mask] * y[mask].detach().sin()).sum() for y in results]
+    gradients = [torch.autograd.grad(x, p) for x, p in zip(sums, tables, strict=True)]
     assert relative(*(y[mask] for y in results)) <= 1e-12 and relative(*(g[0] for g in gradients)) <= 1e-11
 
 

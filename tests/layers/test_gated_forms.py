@@ -123,17 +123,10 @@ def mamba3(layer, x):
 
 
 EQUATIONS = {
-    "hgrn2": hgrn2,
-    "hgrn2(decay.lower_bound=-0.5)": lambda layer, x: hgrn2(layer, x, -0.5),
-    "simple-gla": simple_gla,
-    "simple-gla(decay.temperature=1)": simple_gla,
-    "rwkv5": rwkv5,
-    "lightning-attention": lightning,
-    "based": based,
-    "mlstm": mlstm,
-    "mamba3": mamba3,
-    "mamba3(heads.key_dim=5, inputs.turns=1)": mamba3,
-}
+    "hgrn2": hgrn2, "hgrn2(decay.lower_bound=-0.5)": lambda layer, x: hgrn2(layer, x, -0.5), "simple-gla": simple_gla,
+    "simple-gla(decay.temperature=1)": simple_gla, "rwkv5": rwkv5, "lightning-attention": lightning, "based": based,
+    "mlstm": mlstm, "mamba3": mamba3, "mamba3(heads.key_dim=5, inputs.turns=1)": mamba3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("expression", EQUATIONS)

@@ -26,13 +26,9 @@ D, H = 24, 6
 
 
 SPECS = {
-    "full": AttentionSpec(),
-    "grouped": AttentionSpec(kv_heads=2),
-    "no rotary": AttentionSpec(rotary=False),
-    "null": AttentionSpec(null=True),
-    "distances": AttentionSpec(rotary=False, buckets=4),
-    "tiles": AttentionSpec(form="tiles"),
-    "window": AttentionSpec(pattern=Pattern(3)),
+    "full": AttentionSpec(), "grouped": AttentionSpec(kv_heads=2), "no rotary": AttentionSpec(rotary=False),
+    "null": AttentionSpec(null=True), "distances": AttentionSpec(rotary=False, buckets=4),
+    "tiles": AttentionSpec(form="tiles"), "window": AttentionSpec(pattern=Pattern(3)),
     "window and first": AttentionSpec(kv_heads=2, pattern=Pattern(2, first=3)),
     "capped": CappedSpec(kv_heads=2, null="learned", cap=2.0),
     "capped window": CappedSpec(kv_heads=2, pattern=Pattern(3, first=1), cap=2.0),
@@ -42,7 +38,7 @@ SPECS = {
     "growing": GrowingSpec(kv_heads=2, growth=1.0, period=3),
     "growing in a window": GrowingSpec(kv_heads=2, pattern=Pattern(3), growth=1.0, period=2),
     "random": AttentionSpec(null=True, buckets=4, pattern=Pattern(2, first=1, random=1, block=2)),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(params=SPECS)

@@ -158,9 +158,8 @@ def test_layer_equals_longformer():
     kind = torch.where(place >= length, -1e4, torch.where(place < first, 1e4, 0.0))
 
     def of_prefixes(x):
-        rows = theirs(
-            x.expand(T, -1, -1), kind, is_index_masked=kind < 0, is_index_global_attn=kind > 0, is_global_attn=True
-        )[0]
+        more = {"is_index_masked": kind < 0, "is_index_global_attn": kind > 0, "is_global_attn": True}
+        rows = theirs(x.expand(T, -1, -1), kind, **more)[0]
         return rows[place, place]
 
     agree(lambda x: ours(x)[0][0], of_prefixes, torch.randn(1, T, D), 1e-5)

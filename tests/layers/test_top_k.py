@@ -81,9 +81,8 @@ def test_memories_that_lose_are_left_as_they_were(expression):
     mixer = drawn(expression + f"competition.top_k={K}, competition.freeze=true)")
     x = torch.randn(1, T, D, dtype=torch.float64)
     q, k, v = ((x[0] @ mixer.part(name).T).unflatten(-1, (H, -1)) for name in "qkv")
-    reads, writes = (
-        literal_gates(x[0] @ gate.weight.T, K) for gate in (mixer.read_competition, mixer.write_competition)
-    )
+    gates = mixer.read_competition, mixer.write_competition
+    reads, writes = (literal_gates(x[0] @ gate.weight.T, K) for gate in gates)
     delta = "delta" in expression
     if delta:
         q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))

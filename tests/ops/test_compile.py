@@ -59,9 +59,8 @@ def scalar(calls, backend):
     """Of the outputs and states of all calls: of each the arguments, where sequences end, and the rule."""
     found = 0
     for given, ends, rule in calls:
-        out, state = linear_attention(
-            **dict(zip(NAMES, given, strict=True)), rule=rule, cu_seqlens=ends, backend=backend
-        )
+        operands = dict(zip(NAMES, given, strict=True))
+        out, state = linear_attention(**operands, rule=rule, cu_seqlens=ends, backend=backend)
         found = found + out.sum() + state.square().sum()
     return found
 

@@ -240,9 +240,8 @@ def test_convolution_equals_pytorch_under_transforms():
     run, exact = partial(convolved, conv), partial(convolved, nn.Conv1d(6, 6, 4, groups=6).double())
     exact.args[0].load_state_dict(conv.state_dict())
     for transform in (torch.func.grad, torch.func.hessian, torch.func.jacfwd):
-        actual, expected = (
-            transform(lambda x, f=f: f(x).square().sum())(y) for f, y in ((run, x), (exact, x.double()))
-        )
+        pairs = (run, x), (exact, x.double())
+        actual, expected = (transform(lambda x, f=f: f(x).square().sum())(y) for f, y in pairs)
         assert relative(actual, expected) < 1e-5
     assert relative(torch.func.vmap(run)(x[None])[0], exact(x.double())) < 1e-6
     x.requires_grad_()

@@ -64,9 +64,8 @@ def test_op_equals_other_libraries_from_an_initial_state(peer):
     start = torch.randn(B, H, tensors["k"].shape[-1], V, dtype=dtype)
     theirs, their_state = peer(peer.arguments(tensors), start.clone())
     for op in OURS:
-        ours, our_state = op(
-            **widened(tensors), initial_state=start.to(their_state.dtype), **FAMILIES[peer.family].options()
-        )
+        start = start.to(their_state.dtype)
+        ours, our_state = op(**widened(tensors), initial_state=start, **FAMILIES[peer.family].options())
         assert relative(ours, theirs) <= TOLERANCE[dtype]
         assert relative(our_state, their_state) <= TOLERANCE[dtype]
 

@@ -86,13 +86,10 @@ def test_texts_are_those_without_a_cache(mixer):
     (first,) = run(one, system + ids(7, 1))
     reply = first.stream.tokens
     prompts = {
-        "the same": (first.prompt, 27),
-        "another question": (system + ids(9, 2), 16),
-        "shorter": (system[:18], 16),
-        "a border": (system[:16], 8),
-        "the chat goes on": (first.prompt + reply + ids(11, 3), 27 + NEW - 1),
+        "the same": (first.prompt, 27), "another question": (system + ids(9, 2), 16), "shorter": (system[:18], 16),
+        "a border": (system[:16], 8), "the chat goes on": (first.prompt + reply + ids(11, 3), 27 + NEW - 1),
         "the last turn is edited": (first.prompt + reply + ids(6, 4), 27 + NEW - 1),
-    }
+    }  # fmt: skip
     clients = [first]
     for name, (prompt, cached) in prompts.items():
         (client,) = run(one, prompt)

@@ -212,9 +212,7 @@ def test_repetition_penalty_equals_generate(model, penalty):
     has none."""
     one, settings = Engine(model, byte_level()), {"max_new_tokens": 12, "pad_token_id": 0}
     for sampled in ({}, {"temperature": 0.7, "seed": 3}):
-        streams = [
-            Client(model, [7, 8, 7, 5], 12, repetition_penalty=each, **sampled) for each in (penalty, 1, penalty)
-        ]
+        streams = [Client(model, [7, 8, 7, 5], 12, repetition_penalty=x, **sampled) for x in (penalty, 1, penalty)]
         one.submit(*[client.stream for client in streams])
         first, plain, again = [client.ended().stream.tokens for client in streams]
         torch.manual_seed(3)

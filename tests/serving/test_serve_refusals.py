@@ -39,12 +39,11 @@ def complete(server):
 JSON = {"content-type": "application/json"}
 # The body of a completion that is wrong: the sentence of the error, and the field that it names.
 BODIES = {
-    "{bad": ("the body is not JSON", None),
-    "[" * 20000: ("the body is not JSON", None),
-    b'{"prompt": "\xff"}': ("the body is not JSON", None),
-    '{"prompt": "\\ud800"}': ("the body is not JSON", None),
-    '{"prompt": "a", "top_p": NaN}': ("the body is not JSON", None),
-    "": ("the body is not JSON", None),
+    **dict.fromkeys(
+        ("{bad", "[" * 20000, b'{"prompt": "\xff"}', '{"prompt": "\\ud800"}', '{"prompt": "a", "top_p": NaN}', "",
+         f'{{"prompt": "a", "seed": {"9" * 5000}}}'),
+        ("the body is not JSON", None),
+    ),
     "[1]": ("the body=[1]", None),
     "{}": ("prompt: Field required", "prompt"),
     '{"prompt": null}': ("prompt: Field required", "prompt"),
@@ -57,53 +56,22 @@ BODIES = {
     '{"prompt": [-1]}': ("the prompt has the token -1; the model has 94", "prompt"),
     f'{{"prompt": [{10**30}]}}': ("the prompt has the token 1000", "prompt"),
     f'{{"prompt": [{10**4200}]}}': ("the prompt has the token 1000", "prompt"),
-    f'{{"prompt": "a", "seed": {"9" * 5000}}}': ("the body is not JSON", None),
     json.dumps({"prompt": "a", "x" * 9999: 1}): ("x=1 is not available; leave it out", "x" * 40),
     json.dumps({"prompt": "a" * 65}): ("the prompt has 65 tokens; expected at most 64", "prompt"),
-}
+}  # fmt: skip
 # A field beside a prompt, as its error shows it.
 FIELDS = {
-    "max_tokens=-1": -1,
-    "max_tokens=0 without echo; expected at least 1": 0,
-    "max_tokens=1e+30": 1e30,
-    "max_tokens=1000": 10**30,
-    "max_tokens=9999": 10**4200 - 1,
-    f"max_tokens={ENDLESS + 1}; expected at most": ENDLESS + 1,
-    "max_tokens=True": True,
-    "top_p='1'": "1",
-    "top_p=0": 0,
-    "top_p=1.5": 1.5,
-    "temperature=3": 3,
-    "temperature=-1": -1,
-    "temperature=1e-30; expected 0, or 0.01 to 2": 1e-30,
-    "repetition_penalty=0: ": 0,
-    "repetition_penalty=101: ": 101,
-    "n=0": 0,
-    "n=1000000": 10**6,
-    "seed=184": 2**64,
-    "stop.0='': ": "",
-    "stop=['a', 'a'": ["a"] * 5,
-    "stop.0='aaa": "a" * 1000,
-    "stream='yes'": "yes",
-    "stream_options=1": 1,
-    "logprobs=6": 6,
-    "logprobs=-1": -1,
-    "logprobs=True": True,
-    "echo=1": 1,
-    "presence_penalty=1 is not available": 1,
-    "best_of=2 is not available": 2,
-    "top_k=5 is not available": 5,
-}
-ELSEWHERE = {
-    "POST /v1/completions/": 404,
-    "POST /v1/embeddings": 404,
-    "POST /v1/responses": 404,
-    "POST /load_model": 404,
-    "POST /reset": 404,
-    "GET /docs": 404,
-    "GET /v1/completions": 405,
-    "POST /v1/models": 405,
-}
+    "max_tokens=-1": -1, "max_tokens=0 without echo; expected at least 1": 0, "max_tokens=1e+30": 1e30,
+    "max_tokens=1000": 10**30, "max_tokens=9999": 10**4200 - 1,
+    f"max_tokens={ENDLESS + 1}; expected at most": ENDLESS + 1, "max_tokens=True": True, "top_p='1'": "1", "top_p=0": 0,
+    "top_p=1.5": 1.5, "temperature=3": 3, "temperature=-1": -1, "temperature=1e-30; expected 0, or 0.01 to 2": 1e-30,
+    "repetition_penalty=0: ": 0, "repetition_penalty=101: ": 101, "n=0": 0, "n=1000000": 10**6, "seed=184": 2**64,
+    "stop.0='': ": "", "stop=['a', 'a'": ["a"] * 5, "stop.0='aaa": "a" * 1000, "stream='yes'": "yes",
+    "stream_options=1": 1, "logprobs=6": 6, "logprobs=-1": -1, "logprobs=True": True, "echo=1": 1,
+    "presence_penalty=1 is not available": 1, "best_of=2 is not available": 2, "top_k=5 is not available": 5,
+}  # fmt: skip
+NOWHERE = "POST /v1/completions/", "POST /v1/embeddings", "POST /v1/responses", "POST /load_model", "POST /reset"
+ELSEWHERE = dict.fromkeys((*NOWHERE, "GET /docs"), 404) | {"GET /v1/completions": 405, "POST /v1/models": 405}
 
 
 def refused(answer, status, sentence, param=None):
@@ -176,38 +144,40 @@ def test_server_checks_the_host_header(server):
         refused(answer, 403, "the Host 'evil.example' is not known")
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"])
-def test_incomplete_header_times_out(server, monkeypatch, sent):
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.2)
-    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=300) as slow:
-        slow.sendall(sent)
-        assert slow.recv(1) == b""  # the end; without a limit the recv would time out
-
-
-def test_later_headers_time_out_and_bodies_may_take_longer(server, monkeypatch):
+@pytest.fixture
+def slow(server, monkeypatch):
+    """A connection to a server that waits half a second for a header."""
     monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=300) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"])
+def test_incomplete_header_times_out(slow, sent):
+    slow.sendall(sent)
+    assert slow.recv(1) == b""  # the end; without a limit the recv would time out
+
+
+def test_later_headers_time_out_and_bodies_may_take_longer(slow):
     body = b'{"prompt": "a", "max_tokens": 1}'
     head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=300) as slow:
-        slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
-        time.sleep(1)
-        slow.sendall(body)
-        assert slow.recv(2**16).startswith(b"HTTP/1.1 200 OK")
-        slow.sendall(b"GET /hea")
-        while slow.recv(2**16):
-            pass
+    slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode())
+    time.sleep(1)
+    slow.sendall(body)
+    assert slow.recv(2**16).startswith(b"HTTP/1.1 200 OK")
+    slow.sendall(b"GET /hea")
+    while slow.recv(2**16):
+        pass
 
 
 @pytest.mark.parametrize("line", ["GET /health", "POST /nothing"])
-def test_rest_of_an_answered_body_times_out(server, monkeypatch, line):
+def test_rest_of_an_answered_body_times_out(slow, line):
     """Its first byte ends uvicorn's own time limit."""
-    monkeypatch.setattr(protocol, "HEADER_SECONDS", 0.5)
-    with socket.create_connection(("127.0.0.1", int(server.rpartition(":")[2])), timeout=60) as slow:
-        slow.sendall(f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n".encode())
-        assert slow.recv(2**16).startswith(b"HTTP/1.1 ")
-        slow.sendall(b"1")
-        while slow.recv(2**16):
-            pass
+    slow.sendall(f"{line} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n".encode())
+    assert slow.recv(2**16).startswith(b"HTTP/1.1 ")
+    slow.sendall(b"1")
+    while slow.recv(2**16):
+        pass
 
 
 def test_serving_page_lists_refused_and_ignored_fields():
@@ -256,10 +226,11 @@ def test_invalid_chats_are_refused(chat):
     for sentence, messages in mistakes.items():
         with pytest.raises(openai.BadRequestError, match=sentence):
             chat.create(model=None, messages=messages)
-    with pytest.raises(openai.BadRequestError, match="logprobs=True"):
-        chat.create(model=None, messages=[{"role": "user", "content": "?"}], logprobs=True)
-    with pytest.raises(openai.BadRequestError, match="max_tokens and max_completion_tokens are both given; expected"):
-        chat.create(model=None, messages=[{"role": "user", "content": "?"}], max_tokens=5, max_completion_tokens=6)
-    with pytest.raises(openai.BadRequestError, match=r"max_completion_tokens=\d+; expected at most") as refusal:
-        chat.create(model=None, messages=[{"role": "user", "content": "?"}], max_completion_tokens=ENDLESS + 1)
+    both = {"max_tokens": 5, "max_completion_tokens": 6}
+    for sentence, options in {
+        "logprobs=True": {"logprobs": True}, "max_tokens and max_completion_tokens are both given; expected": both,
+        r"max_completion_tokens=\d+; expected at most": {"max_completion_tokens": ENDLESS + 1},
+    }.items():  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=sentence) as refusal:
+            chat.create(model=None, messages=[{"role": "user", "content": "?"}], **options)
     assert refusal.value.param == "max_completion_tokens"

@@ -120,9 +120,8 @@ def test_keys_that_heads_share_are_not_copied_per_head(name):
 )
 def test_published_sizes_are_written_to_foreign_checkpoints(tmp_path, format, mixer, width, fields):
     mlp = {"mlp": "none", "intermediate_size": None} if format == "mamba2" else {}
-    config = HeadraceConfig(
-        mixer=mixer, **tiny.SIZES | {"hidden_size": width, "num_hidden_layers": 1, "num_heads": 2} | mlp
-    )
+    sizes = tiny.SIZES | {"hidden_size": width, "num_hidden_layers": 1, "num_heads": 2} | mlp
+    config = HeadraceConfig(mixer=mixer, **sizes)
     model = HeadraceForCausalLM(config).eval()
     export_checkpoint(model, format, tmp_path)
     written = json.loads((tmp_path / "config.json").read_text("utf-8"))

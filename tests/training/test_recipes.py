@@ -98,29 +98,22 @@ def test_warm_up_is_a_share_of_the_tokens(name, steps):
 
 
 MISTAKES = {
-    "lr=1e-3; layers=2; lr=1e-4": "'lr' is set twice",
-    "lrr=1": "no field 'lrr'; did you mean 'lr'?",
+    "lr=1e-3; layers=2; lr=1e-4": "'lr' is set twice", "lrr=1": "no field 'lrr'; did you mean 'lr'?",
     "learning_rate=1e-3": "no field 'learning_rate'; did you mean 'lr'?",
-    "lr=high": "recipe.lr='high' is not allowed; expected finite float",
-    "lr=0": "recipe.lr=0; expected more than 0",
-    "lr=-1": "recipe.lr=-1; expected more than 0",
-    "threads=1000000": "recipe.threads=1000000; expected 1 to 1024",
+    "lr=high": "recipe.lr='high' is not allowed; expected finite float", "lr=0": "recipe.lr=0; expected more than 0",
+    "lr=-1": "recipe.lr=-1; expected more than 0", "threads=1000000": "recipe.threads=1000000; expected 1 to 1024",
     "layers=1.5": "recipe.layers=1.5 is not allowed; expected int",
     "schedule=flat": "recipe.schedule='flat' is not allowed; expected one of cosine, linear",
-    "schedule=linear": "min_lr=0.1 with schedule='linear'",
-    "betas=0.9": "betas=(0.9,); expected 2 numbers",
+    "schedule=linear": "min_lr=0.1 with schedule='linear'", "betas=0.9": "betas=(0.9,); expected 2 numbers",
     "betas=0.9,1": "betas=(0.9, 1.0); expected 2 numbers from 0 to less than 1",
-    "length=100": "expected a multiple of length=100",
-    "warmup=1": "warmup=1; expected less than 1",
-    "mixer=glaa": "mixer 'glaa' is unknown",
-    "heads=7": "num_heads=7 does not divide",
-    "lr": "'lr' is not of the form FIELD=VALUE",
-    "mixer=checkpoint; weights=5": "checkpoint '5' has no config.json",
+    "length=100": "expected a multiple of length=100", "warmup=1": "warmup=1; expected less than 1",
+    "mixer=glaa": "mixer 'glaa' is unknown", "heads=7": "num_heads=7 does not divide",
+    "lr": "'lr' is not of the form FIELD=VALUE", "mixer=checkpoint; weights=5": "checkpoint '5' has no config.json",
     "mixer=checkpoint; weights=a,b": "checkpoint 'a,b' has no config.json",
     "warmup=nan": "recipe.warmup=nan is not allowed; expected finite float",
     "tokens=inf": "recipe.tokens=inf is not allowed; expected finite float",
     "mixer=gla(heads.count=2, heads.count=4)": "sets 'heads.count' twice",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("setting", MISTAKES)
