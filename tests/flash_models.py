@@ -288,7 +288,7 @@ def mamba3(c, w, x):
         """Channels 2i and 2i + 1 are a complex number."""
         y = w.rms(y.unflatten(-1, (G, K)), f"{name}_norm", c["norm_eps"])
         y = y.repeat_interleave(H // G, 2) + w(f"{name}_bias", H, 1, K)[:, 0]
-        pairs, rest = y.split([2 * angles, K - 2 * angles], -1)
+        pairs, rest = (part.contiguous() for part in y.split([2 * angles, K - 2 * angles], -1))
         pairs = torch.view_as_complex(pairs.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(total), total)
         return torch.cat([torch.view_as_real(pairs).flatten(-2), rest], -1)
 

@@ -9,13 +9,8 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
-from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextRMSNormGated,
-    causal_conv1d_fn,
-    l2norm,
-)
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_fn, l2norm
 
 from attention_layers import D, H, heads
 from peers import load
@@ -57,53 +52,12 @@ def rwkv6():
 # --- composed of foreign parts: (our layer, for its weights; x) -> y -------------------------------------------------
 
 
-def gated_norm(layer, out, x):
-    norm = Qwen3NextRMSNormGated(layer.V, eps=layer.norm_eps)
-    norm.weight = layer.norm_weight
-    return layer.o_proj(norm(out, *heads(layer, x, ["gate"])).flatten(-2))
-
-
-def retnet(layer, x):
-    q, k, v = (y.transpose(1, 2) for y in heads(layer, x))
-    rope = LlamaRotaryEmbedding(LlamaConfig(hidden_size=D, num_attention_heads=H, head_dim=layer.K))
-    q, k = apply_rotary_pos_emb(q, k, *rope(x, torch.arange(x.shape[1])[None]))
-    out = load("fla:retention/naive:naive_retention")(q, k, v)
-    return gated_norm(layer, out.transpose(1, 2), x)
-
-
-def gla(layer, x):
-    log_decay = F.logsigmoid(layer.decay.up(F.linear(x, layer.part("decay")))).unflatten(-1, (H, -1)) / 16
-    out, _ = load("fla:gla/naive:naive_recurrent_gla")(*heads(layer, x), log_decay)
-    return gated_norm(layer, out, x)
-
-
-def deltanet(layer, x):
-    qkv = F.linear(x, torch.cat([layer.part(name) for name in "qkv"])).mT
-    mixed = causal_conv1d_fn(qkv, layer.conv.weight[:, 0], None, activation="silu").mT
-    q, k, v = (y.unflatten(-1, (H, -1)).transpose(1, 2) for y in mixed.split(D, -1))
-    beta = F.linear(x, layer.part("beta")).sigmoid().mT
-    out, _ = load("fla:delta_rule/naive:delta_rule_recurrence")(l2norm(q), l2norm(k), v, beta)
-    norm = LlamaRMSNorm(layer.V, eps=layer.norm_eps)
-    norm.weight = layer.norm_weight
-    return layer.o_proj(norm(out.transpose(1, 2)).flatten(-2))
-
-
 def mixed(layer, x):
     """q, k and v [B, T, H, ·] after the convolution, and the log decay."""
     qkv = F.linear(x, torch.cat([layer.part(name) for name in "qkv"])).mT
     y = causal_conv1d_fn(qkv, layer.conv.weight[:, 0], None, activation="silu").mT
     parts = y.split([layer.parts[name] for name in "qkv"], -1)
     return *(y.unflatten(-1, (H, -1)) for y in parts), layer.decay(F.linear(x, layer.part("decay")))
-
-
-def gated_deltaproduct(layer, x):
-    """FLA's recurrence has the steps of a token as tokens of k, v and β."""
-    q, *kv, log_decay = mixed(layer, x)
-    beta, n = 2 * next(heads(layer, x, ["beta"])).sigmoid(), layer.spec.write.steps
-    k, v, beta = (y.unflatten(-1, (n, -1)).transpose(2, 3).flatten(1, 2) for y in (*kv, beta))
-    recurrence, scale = load("fla:gated_delta_product/naive:naive_recurrent_gated_delta_product"), layer.K**-0.5
-    out, _ = recurrence(l2norm(q), l2norm(k), v, log_decay, beta[..., 0], scale, num_householder=n)
-    return gated_norm(layer, out, x)
 
 
 def sigmoid_gated(layer, out, gate):
@@ -158,10 +112,10 @@ def based(layer, x):
     return layer.o_proj(load("fla:based/naive:naive_parallel_based")(q, k, v).transpose(1, 2).flatten(-2))
 
 
-# HGRN2, RWKV-5 and simple GLA have recurrences that test_foreign.py compares as those of the op, and are compared as
-# layers with their equations in tests/layers/test_gated_forms.py.
+# Mixers of models that are converted are compared as whole models: tests/convert. HGRN2, RWKV-5 and simple GLA have
+# recurrences that test_foreign.py compares as those of the op, and are compared as layers with their equations in
+# tests/layers/test_gated_forms.py.
 COMPOSED = {
-    "retnet": retnet, "gla": gla, "deltanet": deltanet, "linear-attention": linear, "based": based,
-    "delta-fast-weights(inputs.feature_map=dpfp-2)": fast_weights,
-    "gated-deltaproduct(write.steps=3)": gated_deltaproduct, "comba": comba, "gated-deltanet-2": gated_deltanet_2,
+    "linear-attention": linear, "based": based, "delta-fast-weights(inputs.feature_map=dpfp-2)": fast_weights,
+    "comba": comba, "gated-deltanet-2": gated_deltanet_2,
 }  # fmt: skip

@@ -83,6 +83,7 @@ INFINITE = [0.0, {"__float__": "Infinity"}]  # as transformers writes the number
 TOGETHER = [
     *((form, IDLE) for form in FLASH),
     ("mamba3", {"is_outproj_norm": True, "n_groups": 4, "use_bias": True, "num_heads": 4}),
+    ("mamba3", {"state_size": 5, "rope_fraction": 1.0}),
     ("log_linear_mamba2", {"n_groups": 4, "rmsnorm": False, "use_bias": True, "num_heads": 4, "dt_limit": INFINITE}),
     ("kda", {"safe_gate": True, "lower_bound": -5, "expand_v": 2.0, "num_v_heads": 8, "allow_neg_eigval": True}),
     ("hgrn2", {"expand_ratio": None, "num_heads": 2}),

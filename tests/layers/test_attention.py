@@ -1,51 +1,20 @@
-"""Softmax attention and its options against other implementations and its equation."""
+"""Softmax attention and its options against other implementations and its equation. Whole models of Llama and others:
+tests/convert/test_families.py."""
 
 import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, T5Config
+from transformers import T5Config
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from attention_layers import D, H, agree, d
-from headrace import HeadraceConfig, HeadraceForCausalLM, InputError, layers, zoo
+from attention_layers import D, H, agree, d, layer
+from headrace import InputError, layers, zoo
 from headrace.history.layers.distance import DistanceBias, bucket
 from headrace.history.layers.flash import flash_attention
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.stack import sinusoidal
 from headrace.verification.verify import relative
-from tiny import perturbed
-
-# --- whole models ----------------------------------------------------------------------------------------------------
-
-RENAMED = {
-    "layers": "backbone.layers", "self_attn": "mixer", "input_layernorm": "mixer_norm",
-    "post_attention_layernorm": "mlp_norm", "model.norm": "model.backbone.norm",
-}  # fmt: skip
-MODELS = {
-    "transformer": (LlamaConfig, LlamaForCausalLM, {}),
-    "gqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 2}),
-    "mqa": (LlamaConfig, LlamaForCausalLM, {"num_key_value_heads": 1}),
-    "flash-reference": (LlamaConfig, LlamaForCausalLM, {}),
-    "sliding-window(pattern.window=7, kv_heads=2)": (
-        MistralConfig, MistralForCausalLM, {"num_key_value_heads": 2, "sliding_window": 7},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("mixer", MODELS)
-def test_model_equals_llama_or_mistral(mixer):
-    config, model, options = MODELS[mixer]
-    shape = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 29}
-    theirs = perturbed(model(config(**shape, num_attention_heads=6, **options)).eval(), 0.2)
-    ours = HeadraceForCausalLM(HeadraceConfig(**shape, mixer=mixer, num_heads=6, tie_word_embeddings=False)).eval()
-    weights = theirs.state_dict()
-    for old, new in RENAMED.items():
-        weights = {key.replace(old, new): x for key, x in weights.items()}
-    ours.load_state_dict(weights)
-    x = torch.randn(2, 40, 48)
-    agree(*(lambda x, m=m: m(inputs_embeds=x).logits for m in (ours, theirs)), x, 1e-5)
-
 
 # --- layers of others ------------------------------------------------------------------------------------------------
 
@@ -71,6 +40,13 @@ def test_tiled_attention_equals_sdpa(causal, T, L):
         out = function(*inputs, causal=causal)
         results.append((out, *torch.autograd.grad((out * out.detach().sin()).sum(), inputs)))
     assert all(relative(a, b) <= 1e-12 for a, b in zip(*results, strict=True))
+
+
+def test_layer_in_tiles_equals_one_without():
+    tiled, whole = layer("flash-reference"), layer("transformer")
+    whole.load_state_dict(tiled.state_dict())
+    x = torch.randn(2, 140, D, dtype=torch.float64)
+    agree(lambda x: tiled(x)[0], lambda x: whole(x)[0], x, 1e-12)
 
 
 def test_tiled_attention_with_padding_and_large_logits():

@@ -52,7 +52,8 @@ def by_formula(kind, heads=4, key=3, **settings):
 
 
 def test_released_decays_equal_their_formulas():
-    """Lightning Attention's slopes, KDA with a lower bound and one matrix, Mamba-2 with bounds of its step sizes."""
+    """Lightning Attention's slopes, KDA with a lower bound and one matrix, Mamba-2 with bounds of its step sizes, and
+    the slowest rate of Mamba-3."""
     log_decay, _, _ = by_formula("slopes", rate=0.3)
     expected = torch.tensor([-0.3 * 2 ** (-8 * (h + 1) / 4) for h in range(4)], dtype=torch.float64)
     assert relative(log_decay, expected) <= 1e-15
@@ -62,6 +63,9 @@ def test_released_decays_equal_their_formulas():
     dt = torch.log1p(z.exp())
     assert (dt < 0.6).any() and (dt > 0.9).any()
     assert relative(log_decay, (-A * dt.clamp(0.6, 0.9))[..., 0]) <= 1e-14
+    decay = decays.DECAYS["softplus-rate"](Decay("softplus-rate"), 2, 3, 0.0).double()
+    dt, rates = torch.log1p((0.5 + decay.dt_bias).exp()), torch.tensor([1e-4, math.log1p(math.e)], dtype=torch.float64)
+    assert relative(decay(torch.tensor([[[0.5, -20.0, 0.5, 1.0]]], dtype=torch.float64))[0, 0], -rates * dt) <= 1e-14
 
 
 def test_exp_decay_of_bfloat16_weights_is_a_sum_in_float32():

@@ -1,4 +1,5 @@
-"""Mixers of a linear spec against their equations: a loop over tokens in float64, from the layer's weights alone."""
+"""Mixers of a linear spec against their equations: a loop over tokens in float64, from the layer's weights alone. Those
+of models that are converted are compared as whole models: tests/convert/test_convert_flash.py."""
 
 import copy
 import math
@@ -93,39 +94,10 @@ def mlstm(layer, x):
     return layer.o_proj(out * torch.sigmoid(p["gate"].flatten(-2)))
 
 
-def mamba3(layer, x):
-    """S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t k_{t−1}ᵀ v_{t−1} + λ_t dt_t k_tᵀ v_t, with q and k turned by angles that
-    are summed over tokens."""
-    p = {name: x @ layer.part(name).T for name in layer.parts}
-    step, rate = p["decay"][..., ::2], p["decay"][..., 1::2]
-    dt = F.softplus(step + layer.decay.dt_bias)
-    decay, share = torch.exp(-F.softplus(rate).clamp(min=1e-4) * dt), torch.sigmoid(p["beta"])
-    half = p["turns"].shape[-1]
-    angle = torch.zeros(B, H, half, dtype=x.dtype)
-    S, written, rows = x.new_zeros(B, H, layer.K, layer.V), x.new_zeros(B, H, layer.K, layer.V), []
-    for t in range(T):
-        angle = angle + math.pi * torch.tanh(p["turns"][:, t, None]) * dt[:, t, :, None]
-        q, k = (
-            rms(p[name][:, t], weight, 1e-5)[:, None] + bias
-            for name, weight, bias in zip("qk", layer.qk_norm.weight, layer.qk_norm.bias, strict=True)
-        )
-        q, k = (
-            torch.cat([y[..., :half] * angle.cos() - y[..., half : 2 * half] * angle.sin(),
-                       y[..., half : 2 * half] * angle.cos() + y[..., :half] * angle.sin(), y[..., 2 * half :]], -1)
-            for y in (q, k)
-        )  # fmt: skip
-        before, written = written, k[..., None] * p["v"][:, t].view(B, H, 1, -1)
-        α, λ, Δ = (y[:, t, :, None, None] for y in (decay, share, dt))
-        S = α * S + (1 - λ) * Δ * α * before + λ * Δ * written
-        rows.append(torch.einsum("bhk,bhkv->bhv", q, S))
-    out = torch.stack(rows, 1) + layer.skip[:, None] * p["v"].view(B, T, H, -1)
-    return layer.o_proj(out.flatten(-2) * F.silu(p["gate"]))
-
-
 EQUATIONS = {
     "hgrn2": hgrn2, "hgrn2(decay.lower_bound=-0.5)": lambda layer, x: hgrn2(layer, x, -0.5), "simple-gla": simple_gla,
     "simple-gla(decay.temperature=1)": simple_gla, "rwkv5": rwkv5, "lightning-attention": lightning, "based": based,
-    "mlstm": mlstm, "mamba3": mamba3, "mamba3(heads.key_dim=5, inputs.turns=1)": mamba3,
+    "mlstm": mlstm,
 }  # fmt: skip
 
 
