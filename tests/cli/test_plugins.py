@@ -60,8 +60,7 @@ def test_commands_know_names_of_plug_ins(folder, run_command, words):
     assert result.code == 0, result.err
     if command == "zoo":
         rows = json.loads(result.out)
-        assert rows["leaky"]["numbers"] == 1024
-        assert rows["softmax-fading-delta"]["competes"] and "fading-hybrid" in rows
+        assert rows["leaky"]["numbers"] == 1024 and rows["softmax-fading-delta"]["competes"] and "fading-hybrid" in rows
     if command == "bench":
         made = json.loads((folder / "runs" / "bench" / "made-by.json").read_text("utf-8"))
         assert made[-1]["plugin leaky.py"] == f"sha256 {plugins.LOADED[str(folder / 'leaky.py')].sha256[:12]}"
@@ -167,8 +166,7 @@ def test_installed_plug_ins_load_by_their_entry_points(folder, run_command, monk
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1\n")
     (about / "entry_points.txt").write_text("[headrace.plugins]\nmine = my_package\n")
     monkeypatch.syspath_prepend(folder / "site")
-    assert layers.Mixer("leaky", hidden_size=8).spec.plugin == "my_package"
-    assert list(plugins.LOADED) == ["my_package"]
+    assert layers.Mixer("leaky", hidden_size=8).spec.plugin == "my_package" and list(plugins.LOADED) == ["my_package"]
     (folder / "site" / "my_package" / "mixers.py").write_text("register = int\n")
     forget()
     for name in ("my_package", "my_package.mixers"):

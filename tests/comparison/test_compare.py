@@ -351,8 +351,7 @@ def test_seeds_are_a_number_or_named():
 
 def test_tasks_are_expressions_and_sweeps_are_plans_with_names_of_their_own():
     (plan,) = choose("pair(keys=50, length=48)").plans
-    assert plan.task == Pair(keys=50)
-    assert choose("pair(least=4)", length=40).plans[0].task == Pair(pairs=20, least=4)
+    assert plan.task == Pair(keys=50) and choose("pair(least=4)", length=40).plans[0].task == Pair(pairs=20, least=4)
     for task, more in (("pair(pairs=8, length=40)", {}), ("pair", {"length": 40, "sweep": "pairs=4,20"})):
         with pytest.raises(InputError, match=r"length[= ]40 .* expected"):
             choose(task, **more)

@@ -438,5 +438,4 @@ def test_converted_folder_generates_the_same_tokens_in_transformers(checkpoint, 
     ids = torch.randint(models[0].config.vocab_size, (1, 8))
     assert torch.isfinite(models[1](ids).logits).all()
     ours, theirs, again = (m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in models)
-    assert torch.equal(theirs, ours) and torch.equal(again, ours)
-    assert models[2].generation_config.use_cache is not False
+    assert torch.equal(theirs, ours) and torch.equal(again, ours) and models[2].generation_config.use_cache is not False

@@ -226,8 +226,7 @@ def test_command_writes_model_tokenizer_and_settings_of_generation(tmp_path, run
     ours, tokenizer = load(tmp_path / "ours"), read_tokenizer(tmp_path / "ours")
     end, turn = TOKENS.index(END), TOKENS.index("<|im_end|>")
     settings = ours.generation_config
-    assert (settings.eos_token_id, settings.pad_token_id) == ([end, turn], end)
-    assert differs(ours, theirs) < 1e-5
+    assert (settings.eos_token_id, settings.pad_token_id) == ([end, turn], end) and differs(ours, theirs) < 1e-5
     assert differs(AutoModelForCausalLM.from_pretrained(tmp_path / "back"), theirs) < 1e-5
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "the cats"}], return_dict=False)
     assert ids[0] == TOKENS.index("<|im_start|>") and ids[-1] == turn
@@ -294,8 +293,7 @@ def test_sentencepiece_tokenizes_as_in_transformers(tmp_path):
     assert ours.tokenize(" the cat") == ["▁", "▁the", "▁cat"]
     bare = tokenizer_of(values | {"tokenizer.ggml.add_space_prefix": False})
     for text, expected in (("the cat", ["t", "he", "▁cat"]), (" the cat", ["▁the", "▁cat"])):
-        assert bare.tokenize(text) == expected
-        assert bare.decode(bare(text).input_ids, skip_special_tokens=True) == text
+        assert bare.tokenize(text) == expected and bare.decode(bare(text).input_ids, skip_special_tokens=True) == text
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

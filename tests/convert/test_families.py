@@ -153,8 +153,7 @@ def test_routers_keep_float32(pairs, tmp_path):
     ours.save_pretrained(tmp_path / "ours")
     for model in (ours, load(tmp_path / "ours")):
         mlp = model.model.backbone.layers[0].mlp
-        assert model.dtype is torch.bfloat16
-        assert mlp.router.weight.dtype is mlp.choice_bias.dtype is torch.float32
+        assert model.dtype is torch.bfloat16 and mlp.router.weight.dtype is mlp.choice_bias.dtype is torch.float32
 
 
 # --- fields ----------------------------------------------------------------------------------------------------------

@@ -55,8 +55,7 @@ def test_a_model_in_fp8_is_that_of_its_products(packed, tmp_path):
     """On the way back it is not quantized."""
     path, _, plain = packed
     ours, exact, ids = import_checkpoint(path), import_checkpoint(plain), torch.randint(1, 61, (2, 20))
-    assert ours.dtype is import_config(path).dtype is torch.float32
-    assert torch.equal(ours(ids).logits, exact(ids).logits)
+    assert ours.dtype is import_config(path).dtype is torch.float32 and torch.equal(ours(ids).logits, exact(ids).logits)
     lower = import_checkpoint(path, dtype=torch.bfloat16)
     assert all(torch.equal(a, b.to(a)) for a, b in zip(lower.parameters(), ours.parameters(), strict=True))
     export_checkpoint(ours, "deepseek_v3", str(tmp_path / "back"))

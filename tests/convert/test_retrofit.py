@@ -74,8 +74,7 @@ def test_saved_retrofit_loads_the_same(tmp_path):
     model.save_pretrained(tmp_path / "gated")
     again = in_memory(HeadraceForCausalLM.from_pretrained(tmp_path / "gated").eval())
     ids = torch.randint(64, (2, 30), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(again(ids).logits, after)
-    assert all(spec.competition is not None for spec in again.config.mixers)
+    assert torch.equal(again(ids).logits, after) and all(spec.competition is not None for spec in again.config.mixers)
     assert again.generation_config.eos_token_id == [1, 7]
 
 

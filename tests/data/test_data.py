@@ -217,10 +217,8 @@ def test_collator_joins_or_separates_documents(jsonl, tmp_path):
     assert joined["input_ids"].tolist() == [[1, 2, 3, 4], [5, 6, 7, 0]]
     assert joined["labels"].tolist() == [[1, 2, 3, 4], [5, 6, 7, -100]]
     apart = Collator(pad=0, separate_documents=True)(rows)
-    assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
-    assert apart["cu_seqlens"].tolist() == [0, 2, 4, 5, 7]
-    assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, -100, 7]]
-    assert apart["labels"].dtype == torch.long
+    assert apart["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6, 7]] and apart["cu_seqlens"].tolist() == [0, 2, 4, 5, 7]
+    assert apart["labels"].tolist() == [[-100, 2, -100, 4, -100, -100, 7]] and apart["labels"].dtype == torch.long
 
 
 def test_unigram_loss_is_the_entropy_of_the_tokens():

@@ -247,8 +247,7 @@ def test_rows_depend_only_on_the_seed(task, monkeypatch):
     for i in (BLOCK + 5, 3):
         assert torch.equal(rows[i]["input_ids"], again[i]["input_ids"])
         assert not torch.equal(rows[i]["input_ids"], other[i]["input_ids"])
-    assert not torch.equal(rows[3]["input_ids"], rows[BLOCK + 3]["input_ids"])
-    assert len(list(task.training(1, 3))) == 3
+    assert not torch.equal(rows[3]["input_ids"], rows[BLOCK + 3]["input_ids"]) and len(list(task.training(1, 3))) == 3
     for outside in (-1, 2 * BLOCK):
         with pytest.raises(IndexError, match=f"row {outside} of {2 * BLOCK}"):
             rows[outside]
@@ -316,8 +315,7 @@ def test_task_with_too_few_distinct_rows_is_refused(task):
 
 
 def test_reverse_skips_lengths_with_few_sources():
-    assert list(Reverse(length=4).by_length(4)) == [2, 3, 4, 5, 6, 7, 8]
-    assert Reverse(symbols=1).by_length(4) == {}
+    assert list(Reverse(length=4).by_length(4)) == [2, 3, 4, 5, 6, 7, 8] and Reverse(symbols=1).by_length(4) == {}
     for symbols, length in ((8, 2), (9, 2), (4, 3), (3, 4), (2, 6)):  # those with 50 to 99 sources
         parts = [Reverse(symbols, length, length).held_out(2, part)["input_ids"] for part in ("held-out", "tuning")]
         assert [len(rows) for rows in parts] == [2, 2]
@@ -357,8 +355,7 @@ def test_source_target_pairs_become_rows(task):
     batch = task.draw(torch.Generator().manual_seed(3), 50)
     pairs = list(task.pairs(torch.Generator().manual_seed(3), 50))
     assert batch["input_ids"].shape == (50, task.length) == batch["attention_mask"].shape
-    assert batch["shift_labels"].shape == (50, task.written + 1)
-    assert int(batch["input_ids"].max()) < task.vocab_size
+    assert batch["shift_labels"].shape == (50, task.written + 1) and int(batch["input_ids"].max()) < task.vocab_size
     for i, (source, target) in enumerate(pairs):
         assert task.text(batch["input_ids"][i]) == list(source)
         assert task.text(batch["shift_labels"][i]) == [*target, "end"]

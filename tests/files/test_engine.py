@@ -101,8 +101,7 @@ def test_stale_result_is_measured_again(tmp_path):
     again = [points(1, fingerprint="changed")[0], *points(2)]
     seen = []
     run(tmp_path, PLAN, again, square, lambda point, news: seen.append((point.value, type(news))))
-    assert seen == [(1, type(None)), (1, str), (2, dict)]
-    assert squares(run(tmp_path, PLAN, again, never)) == [1, 4]
+    assert seen == [(1, type(None)), (1, str), (2, dict)] and squares(run(tmp_path, PLAN, again, never)) == [1, 4]
 
 
 # --- workers ------------------------------------------------------------------------------------------------------
@@ -122,8 +121,7 @@ def test_points_are_distributed_over_the_workers(tmp_path, tmp_path_factory, mon
                ["cpu", "cpu"])  # fmt: skip
     processes = {row["process"] for row in rows}
     assert len(processes) == 2 and os.getpid() not in processes and {row["device"] for row in rows} == {"cpu"}
-    assert {row["threads"] for row in rows} == {1}
-    assert sorted(seen) == [(value, "at work") for value in range(4)]
+    assert {row["threads"] for row in rows} == {1} and sorted(seen) == [(value, "at work") for value in range(4)]
 
 
 def die(value, worker):
@@ -174,8 +172,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on(tmp_path, devices):
         family = begun_by(process)
         process.kill()
         process.join(PATIENCE)
-        assert not psutil.wait_procs(family, timeout=PATIENCE)[1]
-        assert kept.items() <= written(tmp_path).items()
+        assert not psutil.wait_procs(family, timeout=PATIENCE)[1] and kept.items() <= written(tmp_path).items()
         kept = written(tmp_path)
     assert squares(run(tmp_path / "run", PLAN, points(*range(8)), square)) == [value**2 for value in range(8)]
     assert kept.items() <= written(tmp_path).items()

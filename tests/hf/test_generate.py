@@ -214,8 +214,7 @@ def test_proposed_tokens_do_not_change_the_text(generate, checkpoint):
     plain, _ = generate("--temperature", 0)
     for proposed in (("--draft", checkpoint), ("--prompt-lookup", 3)):
         text, speed = generate("--temperature", 0, *proposed)
-        assert text == plain
-        assert re.search(r", \d+% of the proposed tokens accepted, \d+\.\d tokens a pass$", speed)
+        assert text == plain and re.search(r", \d+% of the proposed tokens accepted, \d+\.\d tokens a pass$", speed)
         result = json.loads(generate("--temperature", 0, "--json", *proposed)[0])
         assert 0 <= result["accepted"] <= 1 and result["tokens_per_pass"] >= 1
     assert result["accepted"] > 0

@@ -430,8 +430,7 @@ def test_output_options_are_supported():
         with pytest.raises(InputError, match=re.escape(said)):
             model(ids, logits_to_keep=keep)
     close(model(inputs_embeds=model.get_input_embeddings()(ids)).logits, out.logits)
-    assert torch.equal(model(ids, return_dict=False)[0], out.logits)
-    assert model.train()(ids).past_key_values is None
+    assert torch.equal(model(ids, return_dict=False)[0], out.logits) and model.train()(ids).past_key_values is None
     for got, wrong in {"neither": {}, "both": {"input_ids": ids, "inputs_embeds": out.hidden_states[0]}}.items():
         with pytest.raises(InputError, match=f"expected input_ids or inputs_embeds; got {got}"):
             model(**wrong)
@@ -461,8 +460,7 @@ def test_short_loop_generates_the_tokens_of_transformers(mixer, monkeypatch):
     result = tokens()
     assert len(short) == len(settings)
     monkeypatch.setattr(generation, "special_reason", lambda *_: "a test of it")
-    assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True))
-    assert len(short) == len(settings)
+    assert all(torch.equal(x, y) for x, y in zip(result, tokens(), strict=True)) and len(short) == len(settings)
 
 
 def test_generation_from_no_token_is_refused():

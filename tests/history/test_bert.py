@@ -132,8 +132,7 @@ def test_masking_follows_the_paper(book):
     batch, masked, whole = drawn(task, 500)
     assert (masked.sum(1) == 15).all() and (whole[masked] < 257).all()
     given, stood = batch["input_ids"][masked], whole[masked]
-    assert abs((given == 259).float().mean() - 0.8) < 0.02
-    assert abs((given == stood).float().mean() - 0.1) < 0.02
+    assert abs((given == 259).float().mean() - 0.8) < 0.02 and abs((given == stood).float().mean() - 0.1) < 0.02
     assert torch.equal(batch["input_ids"][~masked], whole[~masked]) and (whole != 259).all()
 
 

@@ -68,8 +68,7 @@ def test_frequencies_equal_those_of_transformers(name, dims, length):
     )  # fmt: skip
     expected, amplitude = ROPE_INIT_FUNCTIONS[rope.kind](config, seq_len=length)
     ours = frequencies(rope, theta, dims, torch.tensor([[length]])).flatten()
-    assert ((ours / expected.double() - 1).abs() < 1e-6).all()
-    assert math.isclose(rope.scale, amplitude, rel_tol=1e-12)
+    assert ((ours / expected.double() - 1).abs() < 1e-6).all() and math.isclose(rope.scale, amplitude, rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("length", [40, 90])

@@ -90,8 +90,7 @@ def test_routers_stay_in_float32(tmp_path):
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16)
     before, after = (m.model.backbone.layers[0].mlp for m in (model, again))
-    assert torch.equal(after.choice_bias, before.choice_bias)
-    assert torch.equal(after.router.weight, before.router.weight)
+    assert torch.equal(after.choice_bias, before.choice_bias) and torch.equal(after.router.weight, before.router.weight)
     x = torch.randn(1, T, 32, dtype=torch.bfloat16)
     assert torch.equal(after.route(x)[0].chosen, before.route(x.float())[0].chosen)
     assert after.up.dtype is again(tokens(1)).logits.dtype is torch.bfloat16

@@ -100,8 +100,7 @@ def test_autocast_and_empty_input_as_in_nn_linear():
         x = torch.randn(rows, 32)
         assert layer(x).shape == linear(x).shape
         with torch.autocast("cpu", torch.bfloat16):
-            assert layer(x).dtype is linear(x).dtype is torch.bfloat16
-            assert layer(x.double()).dtype is torch.float64
+            assert layer(x).dtype is linear(x).dtype is torch.bfloat16 and layer(x.double()).dtype is torch.float64
 
 
 @KINDS
@@ -159,8 +158,7 @@ def test_rounding_error_is_at_most_half_a_step():
     linear.weight[3] = 0
     layer = QuantizedLinear(linear)
     assert layer.stored.abs().max() == 127
-    assert ((layer.weight - linear.weight).abs() <= layer.scale[:, None] * 0.501).all()
-    assert (layer.weight[3] == 0).all()
+    assert ((layer.weight - linear.weight).abs() <= layer.scale[:, None] * 0.501).all() and (layer.weight[3] == 0).all()
 
 
 @torch.no_grad()

@@ -66,8 +66,7 @@ def test_op_equals_other_libraries_from_an_initial_state(peer):
     for op in OURS:
         start = start.to(their_state.dtype)
         ours, our_state = op(**widened(tensors), initial_state=start, **FAMILIES[peer.family].options())
-        assert relative(ours, theirs) <= TOLERANCE[dtype]
-        assert relative(our_state, their_state) <= TOLERANCE[dtype]
+        assert relative(ours, theirs) <= TOLERANCE[dtype] and relative(our_state, their_state) <= TOLERANCE[dtype]
 
 
 def test_rwkv6_equals_the_package_of_its_author():

@@ -38,8 +38,7 @@ def test_loss_equals_cross_entropy_of_all_logits(dtype, tolerance, scale):
     ours = linear_cross_entropy(hidden, weight, labels)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     theirs = F.cross_entropy(F.linear(*exact), labels, reduction="sum")
-    assert ours.dtype == torch.promote_types(dtype, torch.float32)
-    assert relative(ours.double(), theirs) <= tolerance
+    assert ours.dtype == torch.promote_types(dtype, torch.float32) and relative(ours.double(), theirs) <= tolerance
     gradients = torch.autograd.grad(3 * ours, [hidden, weight])
     for mine, their in zip(gradients, torch.autograd.grad(3 * theirs, exact), strict=True):
         assert mine.dtype == dtype and relative(mine.double(), their) <= tolerance
@@ -154,8 +153,7 @@ def test_a_model_without_memory_has_a_loss_without_numbers():
 def test_logits_are_returned_unless_skipped(training):
     model, ids, labels = build("gla").train(training), tokens(2), labelled()
     whole = model(ids, **labels)
-    assert torch.equal(whole.logits, model(ids).logits)
-    assert model(ids, skip_logits=True, **labels).logits is None
+    assert torch.equal(whole.logits, model(ids).logits) and model(ids, skip_logits=True, **labels).logits is None
     assert torch.equal(model(ids, skip_logits=True).logits, whole.logits)  # nothing to compute but logits
     close(model(ids, logits_to_keep=2, **labels).logits, whole.logits[:, -2:])
     close(model(ids, logits_to_keep=torch.tensor([3, 1]), **labels).logits, whole.logits[:, [3, 1]])

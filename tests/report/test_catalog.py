@@ -28,8 +28,7 @@ def test_every_mixer_has_a_complete_row(name):
 @pytest.mark.parametrize("name", zoo.LINEAR)
 def test_costs_and_updates_follow_from_the_spec(name):
     row, spec = catalog.describe(name), zoo.get(name)
-    assert isinstance(spec, MixerSpec)
-    assert row["decoding"] == spec.flops_per_token(catalog.WIDTH, catalog.HEADS)
+    assert isinstance(spec, MixerSpec) and row["decoding"] == spec.flops_per_token(catalog.WIDTH, catalog.HEADS)
     assert 4 * row["numbers"] == spec.state_bytes(catalog.WIDTH, catalog.HEADS)
     assert row["overwrites"] == ("kᵀk" in row["A_t"]) == (row["objective"] == "½‖v − kS‖²")
     assert row["forgets"] == any(letter in row["A_t"] for letter in "αγ")

@@ -70,8 +70,7 @@ def test_logprobs_have_the_openai_format(served):
     for row, token, top in zip(expected, ids[1:], actual.top_logprobs[1:], strict=True):
         names = {byte_level().decode(i): float(row[i]) for i in [*row.topk(2).indices.tolist(), token]}
         assert top == pytest.approx(names, rel=1e-4)
-    assert answer.usage.prompt_tokens == len(PROMPT) and answer.usage.completion_tokens == 4
-    assert answer.model == "tiny"
+    assert answer.usage.prompt_tokens == len(PROMPT) and answer.usage.completion_tokens == 4 and answer.model == "tiny"
 
 
 def test_prompt_alone_is_scored(served):

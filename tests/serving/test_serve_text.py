@@ -77,8 +77,7 @@ def test_a_token_that_ends_a_text_is_not_in_it():
     """Also where the tokenizer does not take it for a special one."""
     sent, (token, end) = [], byte_level()("ab").input_ids
     stream = Stream([1], Sampling(9), byte_level(), torch.device("cpu"), sent.append)
-    assert stream.add(token, [end]) and not stream.add(end, [end])
-    assert sent == [Piece("a", 1), Piece("", 2, "stop")]
+    assert stream.add(token, [end]) and not stream.add(end, [end]) and sent == [Piece("a", 1), Piece("", 2, "stop")]
 
 
 def test_metrics_sum_over_streams():

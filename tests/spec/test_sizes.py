@@ -84,8 +84,7 @@ def test_explicit_sizes_take_the_place_of_published_ones():
     assert sizes("mamba2(heads.count=4)", 1024, 4) == (4, 1024, 512)
     assert sizes("mamba2(heads.width=none)", 1024, 8) == (8, 512, 256)
     assert sizes("mamba2(heads.width=128, heads.key_dim=64)", 1024, 4) == (16, 64, 128)
-    assert sizes("rwkv7(count=8)", 1024, 4) == (8, 128, 128)
-    assert sizes("gla(heads.width=64)", 1024, 4) == (16, 32, 64)
+    assert sizes("rwkv7(count=8)", 1024, 4) == (8, 128, 128) and sizes("gla(heads.width=64)", 1024, 4) == (16, 32, 64)
 
 
 def test_narrow_model_has_its_own_number_of_heads_which_compete():

@@ -100,8 +100,7 @@ def test_out_of_range_values_are_refused(record, name, values):
 
 
 def test_ints_become_floats_and_lists_tuples():
-    assert type(Heads(expand_v=2).expand_v) is float
-    assert to_json(Heads(expand_v=2)) == to_json(Heads(expand_v=2.0))
+    assert type(Heads(expand_v=2).expand_v) is float and to_json(Heads(expand_v=2)) == to_json(Heads(expand_v=2.0))
     made = Decoder([Layer(zoo.get("gla"))])
     assert type(made.layers) is tuple and hash(made) == hash(from_json(to_json(made)))
     with pytest.raises(InputError, match="at least one layer"):
