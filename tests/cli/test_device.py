@@ -50,14 +50,11 @@ def four_gpus(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "workers", "places"),
     [
-        (None, None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
-        ("auto", 2, ["cuda:0", "cuda:1"]),
-        ("cuda", 6, ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]),
-        ("cuda:1", None, ["cuda:1"]),
-        ("cuda:1", 3, ["cuda:1"] * 3),
-        ("cpu", 3, ["cpu"] * 3),
+        (None, None, ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]), ("auto", 2, ["cuda:0", "cuda:1"]),
+        ("cuda", 6, ["cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:0", "cuda:1"]), ("cuda:1", None, ["cuda:1"]),
+        ("cuda:1", 3, ["cuda:1"] * 3), ("cpu", 3, ["cpu"] * 3),
     ],
-)
+)  # fmt: skip
 def test_workers_are_spread_over_the_gpus(four_gpus, device, workers, places):
     assert place_workers(all_devices(device), workers) == places
 

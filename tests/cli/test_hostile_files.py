@@ -134,16 +134,13 @@ def test_malformed_json_is_one_sentence(content, form, own, tmp_path):
 @pytest.mark.parametrize(
     ("value", "form", "wrong"),
     [
-        ({"a": 1}, {"a": int, "b?": str}, None),
-        ({"a": 1, "b": 2}, {"a": int, "b?": str}, "'b' is 2, not a text"),
+        ({"a": 1}, {"a": int, "b?": str}, None), ({"a": 1, "b": 2}, {"a": int, "b?": str}, "'b' is 2, not a text"),
         ({"a": True}, {"a": int}, "'a' is true, not an integer"),
-        ({"a": HUGE}, {...: int}, "which has more than 64 bits"),
-        ({}, {"a": None}, "it has no 'a'"),
-        ([1, 2.5, None], [(float, None)], None),
-        ([1, "x"], [float], 'item 1 of it is "x", not a number'),
+        ({"a": HUGE}, {...: int}, "which has more than 64 bits"), ({}, {"a": None}, "it has no 'a'"),
+        ([1, 2.5, None], [(float, None)], None), ([1, "x"], [float], 'item 1 of it is "x", not a number'),
         (None, (str, None), None),
     ],
-)
+)  # fmt: skip
 def test_schema_mismatch_is_named(value, form, wrong):
     result = misfit(value, form)
     assert result is None if wrong is None else wrong in result

@@ -42,6 +42,16 @@ def rates():
     return found | {"study": study, "trials": trials, "tuned": {"pair": dict.fromkeys(plan.mixers, 1e-2)}}
 
 
+def beside(sigmoid):
+    scores = [[0.5] * 3, [0.88, 0.89, 0.9], [0.9, 0.91, 0.92]]
+    return results(scores, replace(PAIR, mixers=("retnet", "softmax-retnet", sigmoid)))
+
+
+def sized(parameters, state_bytes, flops):
+    scores = [[0.5], [0.9], [0.7]][: len(flops)]
+    return results(scores, parameters=parameters, state_bytes=state_bytes, flops=flops)
+
+
 COMPARISONS = {
     "no clear difference: the interval of the gain contains 0": results([[0.8, 0.85, 0.9], [0.92, 0.93, 0.94]]),
     "better": results([[0.8, 0.85, 0.9], [0.94, 0.97, 1.0]]),
@@ -59,27 +69,17 @@ COMPARISONS = {
     "without competition": results([[0.5] * 3, [0.9, 0.8, 0.7], [0.6, 0.61, 0.62]], REVERSE),
     "the best never diverged": results([[0.5] * 3, [0.95, None, 0.96], [0.6, 0.61, 0.62]], REVERSE),
     "sigmoid gates do as well": results([[0.5] * 3, [0.88, 0.90, 0.90], [0.93, 0.94, 0.97]]),
-    "sigmoid gates by their long name": results(
-        [[0.5] * 3, [0.88, 0.89, 0.9], [0.9, 0.91, 0.92]], replace(PAIR, mixers=("retnet", "softmax-retnet", LONG))
-    ),
-    "sigmoid gates of another range than the softmax": results(
-        [[0.5] * 3, [0.88, 0.89, 0.9], [0.9, 0.91, 0.92]], replace(PAIR, mixers=("retnet", "softmax-retnet", NARROW))
-    ),
+    "sigmoid gates by their long name": beside(LONG),
+    "sigmoid gates of another range than the softmax": beside(NARROW),
     "fewer heads do as well": results([[0.5] * 3, [0.89, 0.9, 0.91], [0.5] * 3, [0.9] * 3]),
     "less is better": results([[2.0, 2.1, 2.2], [2.3, 2.4, 2.51], [1.5] * 3], TEXT),
     "gates of whole models": results([[0.1] * 3, [0.5] * 3, [0.7, 0.71, 0.72]], DEFAULTS["masked"]),
     "scores by length": results([[0.5], [1.0], [0.9]], REVERSE, by_length=LENGTHS),
     "a mean over seeds by length": results([[0.4, 0.6]], REVERSE, by_length=[{"6": 0.9, "12": 0.89}]),
     "losses by length": results([[3.25]], TEXT, by_length=[{"96": 3.25, "6144": 4.5}]),
-    "sizes that differ": results(
-        [[0.5], [0.9], [0.7]], parameters=(2000, 1000, 3000), state_bytes=(100, 475, 100), flops=(500, 520, 510)
-    ),
-    "sizes of nothing and not counted": results(
-        [[0.5], [0.9]], parameters=(1000, 1050), state_bytes=(0, 0), flops=(None, 520)
-    ),
-    "a size of nothing beside another": results(
-        [[0.5], [0.9]], parameters=(1000, 1051), state_bytes=(0, 8), flops=(500, 1000)
-    ),
+    "sizes that differ": sized((2000, 1000, 3000), (100, 475, 100), (500, 520, 510)),
+    "sizes of nothing and not counted": sized((1000, 1050), (0, 0), (None, 520)),
+    "a size of nothing beside another": sized((1000, 1051), (0, 8), (500, 1000)),
     "two points above chance": results([[1 / 32 + 0.019, 1 / 32], [0.9, 0.91]]),
     "more than two points above chance": results([[1 / 32 + 0.021], [0.9]]),
     "one head takes nearly all": results([[0.5, 0.5], [0.9, 0.91]], gates=gates([0.96, 0.04])),
@@ -108,10 +108,9 @@ def sentences():
 
 def sweeps():
     several = {
-        4: [[0.99, 0.98, 0.985], [1.0, 0.97, 0.995]],
-        16: [[0.5, 0.52, 0.51], [0.8, 0.84, 0.8]],
+        4: [[0.99, 0.98, 0.985], [1.0, 0.97, 0.995]], 16: [[0.5, 0.52, 0.51], [0.8, 0.84, 0.8]],
         32: [[0.03, None, None], [0.3, 0.2, 0.1]],
-    }
+    }  # fmt: skip
     for data in (swept(several), swept({"a": [[0.5], [None]], "b": [[0.4], [None]]})):
         yield from as_text(report(data, None))
         yield from (*of_sweep(Sweep.of(data)), "")

@@ -80,13 +80,10 @@ def test_a_plan_is_the_options_of_compare_and_a_question(tmp_path):
         ("tune: lr=1e-3,1e-2", "", "--tune-seeds 8-9 needs a search"),
         ("task: pair(least=1)", "task: pair", "measure: capacity, but the task pair is tested at one length"),
         ("measure: capacity", "measure: losses", "measure: losses, but the score of the task pair is accuracy"),
-        (
-            "task: pair(least=1)\nsweep: pairs=2,4",
-            "task: text(length=16, longest=64)",
-            "measure: capacity, but less is better of the loss of the task text",
-        ),
+        ("task: pair(least=1)\nsweep: pairs=2,4", "task: text(length=16, longest=64)",
+         "measure: capacity, but less is better of the loss of the task text"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_plan_is_refused(old, new, says, tmp_path):
     (path := tmp_path / "mine.yaml").write_text(PLAN.replace(old, new), encoding="utf-8")
     with pytest.raises(InputError) as error:

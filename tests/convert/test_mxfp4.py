@@ -69,22 +69,15 @@ def test_a_model_in_mxfp4_is_that_of_transformers(packed, tmp_path):
 def test_wrong_tensors_are_refused(packed):
     path, tensors = packed
     blocks, scales = f"{NAME}_blocks", f"{NAME}_scales"
+    twice = {name: torch.cat([tensors[name]] * 2) for name in (blocks, scales)}
     for changes, sentence in (
         ({scales: None}, f"it has no tensor '{scales}'"),
         ({blocks: None}, f"it has no tensor '{NAME}'"),
-        (
-            {scales: tensors[scales][:, 1:].contiguous()},
-            rf"'{blocks}' has shape \[4, 64, 1, 16\] and scales \[4, 63, 1\]",
-        ),
+        ({scales: tensors[scales][:, 1:].contiguous()}, rf"{blocks}' has shape \[4, 64, 1, 16] and scales \[4, 63, 1]"),
         ({scales: tensors[scales].int()}, r"expected bytes \[E, R, G, 16\] and \[E, R, G\]"),
         ({scales: tensors[scales] | 255}, rf"'{scales}' has a scale of 2\^128; expected at most 2\^125"),
-        *(
-            (
-                {name: torch.cat([tensors[name], tensors[name]])[:experts].clone() for name in (blocks, scales)},
-                rf"tensor '{NAME}' has shape \[{experts}, 32, 64\], which does not fit",
-            )
-            for experts in (3, 5)
-        ),
+        ({name: x[:3].clone() for name, x in twice.items()}, rf"{NAME}' has shape \[3, 32, 64], which does not fit"),
+        ({name: x[:5].clone() for name, x in twice.items()}, rf"{NAME}' has shape \[5, 32, 64], which does not fit"),
     ):
         changed = {name: x for name, x in (tensors | changes).items() if x is not None}
         save_file(changed, path / WEIGHTS, metadata={"format": "pt"})

@@ -40,9 +40,8 @@ def encoded(texts, tokens):
 
 @pytest.mark.parametrize(("workers", "length", "bpe"), [(1, 64, None), (2, 7, None), (1, 100, 300)])
 def test_every_token_is_in_one_row_once(jsonl, tmp_path, workers, length, bpe):
-    manifest = prepare(
-        Preparation((str(jsonl),), bpe=bpe, length=length, held_out=0.1, workers=workers), tmp_path / "d"
-    )
+    plan = Preparation((str(jsonl),), bpe=bpe, length=length, held_out=0.1, workers=workers)
+    manifest = prepare(plan, tmp_path / "d")
     data = open_data(tmp_path / "d")
     apart = np.random.default_rng(0).permutation(len(TEXTS))[:4]
     for part, chosen in ((data.held_out, sorted(apart)), (data.train, sorted({*range(len(TEXTS))} - {*apart}))):

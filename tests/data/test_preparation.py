@@ -226,12 +226,20 @@ def test_what_is_left_out_of_a_folder_is_said(tmp_path, capsys):
     assert capsys.readouterr().err.count("Left out by their names: a.txt, b.txt, test.txt and 1 more. Give files") == 1
 
 
-def test_a_folder_whose_names_tell_no_split_train_is_refused(tmp_path):
-    """`datasets` reads test.jsonl alone, and leaves out a.jsonl."""
-    for name in ("a.jsonl", "test.jsonl"):
+@pytest.mark.parametrize(
+    ("files", "given", "sentence"),
+    [
+        (("a.txt", "b.jsonl"), ("a.txt", "b.jsonl"), "the sources mix json and text files; expected one kind"),
+        # `datasets` reads test.jsonl alone, and leaves out a.jsonl
+        (("a.jsonl", "test.jsonl"), ".", r"has no split train, .*\['test'\].*; expected one, or files by name"),
+        (("a.txt",), ("a.txt", "./a.txt"), "a.txt' is given twice; expected each file once"),  # and be in both splits
+    ],
+)
+def test_sources_that_do_not_go_together_are_refused(files, given, sentence, tmp_path):
+    for name in files:
         (tmp_path / name).write_text(json.dumps({"text": "one"}) + "\n")
-    with pytest.raises(InputError, match=r"has no split train, .*\['test'\].*; expected one, or files by name"):
-        read(tmp_path)
+    with pytest.raises(InputError, match=sentence):
+        read(*(f"{tmp_path}/{name}" for name in given))
 
 
 @pytest.mark.parametrize("suffix", [".md", ".py"])
@@ -262,13 +270,6 @@ def test_lines_of_which_the_first_is_an_array(tmp_path, name):
         read(path)
 
 
-def test_files_of_two_kinds_are_refused(tmp_path):
-    (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.jsonl").write_text('{"text": "two"}')
-    with pytest.raises(InputError, match="the sources mix json and text files; expected one kind"):
-        read(tmp_path / "a.txt", tmp_path / "b.jsonl")
-
-
 def test_names_on_the_hub_may_have_a_dot(monkeypatch, tmp_path):
     class Items(list):
         info = SimpleNamespace(builder_name="parquet")
@@ -282,13 +283,6 @@ def test_names_on_the_hub_may_have_a_dot(monkeypatch, tmp_path):
     assert asked == [("wikimedia/wikipedia", "20231101.en"), ("mlfoundations/dclm-baseline-1.0", None)]
     with pytest.raises(InputError, match="is not a file"):
         read(tmp_path / "absent.txt.bz2")
-
-
-def test_a_file_that_is_given_twice_is_refused(tmp_path):
-    """Its documents would be in both splits."""
-    (tmp_path / "a.txt").write_text("one")
-    with pytest.raises(InputError, match=r"a.txt' is given twice; expected each file once"):
-        list(sources.rows((str(tmp_path / "a.txt"), f"{tmp_path}/./a.txt"), "text", cut=False))
 
 
 @pytest.mark.parametrize(("suffix", "module"), [("gz", gzip), ("bz2", bz2), ("xz", lzma), ("zst", zstandard)])

@@ -282,16 +282,13 @@ def test_competition_on_scans_is_refused_with_a_reason(table, reason):
         ({"kind": "mamba", "state_size": 4, "conv": 1}, "conv=1"),
         ({"kind": "mamba", "state_size": 4, "conv": 4, "rank": 0}, "rank=0"),
         ({"kind": "mamba", "state_size": 4, "conv": 4, "expand": 0.0}, "expand=0.0"),
-        ({"kind": "s4", "state_size": 3}, "multiple of 2"),
-        ({"kind": "s4", "state_size": 4, "conv": 4}, "has no conv"),
+        ({"kind": "s4", "state_size": 3}, "multiple of 2"), ({"kind": "s4", "state_size": 4, "conv": 4}, "has no conv"),
         ({"kind": "rwkv4", "state_size": 4}, "has no state_size"),
         ({"kind": "s4", "state_size": 4, "expand": 2.0}, "has no expand"),
-        ({"kind": "rwkv4", "norm": True}, "has no norm"),
-        ({"kind": "rwkv4", "bias": True}, "has no bias"),
-        ({"kind": "short-conv"}, "needs conv"),
-        ({"kind": "rg-lru", "conv": 4, "rank": 3}, "has no rank"),
+        ({"kind": "rwkv4", "norm": True}, "has no norm"), ({"kind": "rwkv4", "bias": True}, "has no bias"),
+        ({"kind": "short-conv"}, "needs conv"), ({"kind": "rg-lru", "conv": 4, "rank": 3}, "has no rank"),
     ],
-)
+)  # fmt: skip
 def test_invalid_specs_are_refused(fields, sentence):
     with pytest.raises(InputError, match=sentence):
         spec.ScanSpec(**fields)

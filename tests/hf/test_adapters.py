@@ -87,17 +87,13 @@ def test_each_row_of_a_padded_batch_has_an_adapter_of_its_own(name):
         assert relative(mixed[2, 2:], model(input_ids=ids, attention_mask=mask).logits[2, 2:]) < 1e-12
 
 
-def test_model_with_adapters_is_not_quantized():
-    """PEFT would merge them into a copy of the weight, and they would be lost."""
-    with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):
-        quantize(adapted("gla", ["in_proj"]))
-
-
-def test_model_with_adapters_is_neither_linearized_nor_exported(tmp_path):
-    """The weights of layers that become linear were taken over without the adapters."""
+def test_model_with_adapters_is_neither_quantized_linearized_nor_exported(tmp_path):
+    """PEFT would merge them into a copy of the weight, and they would be lost; the weights of layers that become linear
+    were taken over without them."""
     model = adapted("transformer", ["q_proj"]).get_base_model()
-    with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):
-        linearize(model, "hedgehog")
+    for call in (lambda: quantize(adapted("gla", ["in_proj"])), lambda: linearize(model, "hedgehog")):
+        with pytest.raises(InputError, match=r"has adapters; expected model\.merge_and_unload"):
+            call()
     with pytest.raises(InputError, match=r"differ in .*q_proj\..*; expected neither quantized layers nor adapters"):
         export_checkpoint(model, "llama", tmp_path)
 

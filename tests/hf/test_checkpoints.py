@@ -271,8 +271,7 @@ WRONG = {
     "mixer=3; expected a name": {"mixer": 3},
     "num_heads=4 and num_attention_heads=2; expected one number of heads": {"num_heads": 4, "num_attention_heads": 2},
     "lists 2 mixers for num_hidden_layers=3; expected a number that divides it": {
-        "mixer": ["gla", "gla"],
-        "num_hidden_layers": 3,
+        "mixer": ["gla", "gla"], "num_hidden_layers": 3,
     },
     "lists 0 mixers": {"mixer": []},
     "num_heads=5 does not divide": {"num_heads": 5},
@@ -298,19 +297,15 @@ WRONG = {
     "output_attentions=1; expected True or False": {"output_attentions": 1},
     "num_labels=1048577; expected 0 to 1048576": {"num_labels": 2**20 + 1},
     "tie_word_embeddings='false'; expected True or False": {"tie_word_embeddings": "false"},
-}
+    "HeadraceConfig has no field 'attn_mode'\n": {"attn_mode": "chunk"},  # which is unlike all: the end of the sentence
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", WRONG)
 def test_wrong_configurations_are_refused(sentence):
     with pytest.raises(InputError) as caught:
         HeadraceConfig(**{**SIZES, "mixer": "gla", **WRONG[sentence]})
-    assert sentence in str(caught.value)
-
-
-def test_no_field_is_suggested_for_a_name_unlike_all():
-    with pytest.raises(InputError, match=r"HeadraceConfig has no field 'attn_mode'$"):
-        HeadraceConfig(attn_mode="chunk")
+    assert sentence in f"{caught.value}\n"
 
 
 def test_fields_of_transformers_are_accepted():
@@ -354,11 +349,6 @@ def test_changes_of_a_stored_config_are_checked(tmp_path):
         HeadraceForCausalLM.from_pretrained(tmp_path, num_heads=-1)
     with pytest.raises(InputError, match="num_heads=1 and num_attention_heads=2; expected one number"):
         HeadraceForCausalLM.from_pretrained(tmp_path, num_heads=1, num_attention_heads=2)
-
-
-def test_unknown_field_of_a_stored_config_is_refused(tmp_path):
-    build("gla").save_pretrained(tmp_path)
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"output_gate_activation": "sigmoid"}))
+    configured(output_gate_activation="sigmoid")(tmp_path)
     with pytest.raises(InputError, match="no field 'output_gate_activation'"):
         load(tmp_path)

@@ -31,12 +31,7 @@ def generate(model, ids, **options):
 def columns(model, monkeypatch):
     """The columns of each call of the model's layers, from now on."""
     counts, read = [], model.model._read
-
-    def counted(x, *rest):
-        counts.append(x.shape[1])
-        return read(x, *rest)
-
-    monkeypatch.setattr(model.model, "_read", counted)
+    monkeypatch.setattr(model.model, "_read", lambda x, *rest: counts.append(x.shape[1]) or read(x, *rest))
     return counts
 
 
@@ -48,9 +43,8 @@ def columns(model, monkeypatch):
 def test_greedy_tokens_are_the_same(name, draft, monkeypatch):
     """In float64, where no tie decides."""
     model = tiny.build(name)
-    other = (
-        near(model, {"itself": 0, "near": 0.01}[draft]) if draft in ("itself", "near") else near(tiny.build(draft), 0)
-    )
+    of_model = {"itself": (model, 0), "near": (model, 0.01)}
+    other = near(*of_model[draft]) if draft in of_model else near(tiny.build(draft), 0)
     for length in (1, 90):
         ids, cache = tiny.tokens(1, length), HeadraceCache()
         expected = generate(model, ids)

@@ -104,12 +104,6 @@ def test_gated_recurrent_form_equals_the_product_form(denominator):
         check(spec)
 
 
-def test_clamped_logits_have_no_recurrent_form():
-    with pytest.raises(InputError, match=r"clamp=5\.0 has no recurrent form"):
-        zoo.get("recurrent-softmax-rnn-gate(order=2)")
-    assert zoo.get("recurrent-softmax-rnn-gate(order=2, clamp=none)").read.gate == "sigmoid-head"
-
-
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")
 @pytest.mark.parametrize("denominator", DENOMINATORS)
 def test_a_memory_of_all_tokens_equals_an_encoders_matrix(denominator):
@@ -134,16 +128,18 @@ def test_expression_names_the_recurrent_form():
     spec = zoo.get("recurrent-softmax-rnn-norm(numerator=cosine, denominator=input-length, order=2)")
     assert spec == SoftmaxRNNSpec("cosine", 2, denominator="input-length").recurrent()
     assert from_json(to_json(spec)) == spec and spec.inputs.qk_norm == "l2" and spec.read.scale == "one"
-    with pytest.raises(InputError, match="infinitely many powers"):
-        zoo.get("recurrent-softmax-rnn-norm")
-    with pytest.raises(InputError, match="before one of softmax-rnn-norm"):
-        zoo.get("recurrent-transformer")
+    assert zoo.get("recurrent-softmax-rnn-gate(order=2, clamp=none)").read.gate == "sigmoid-head"
 
 
-def test_features_that_no_memory_holds_are_refused():
-    spec = SoftmaxRNNSpec("relu", 10).recurrent()
+def test_forms_that_no_memory_holds_are_refused():
+    for name, sentence in {
+        "softmax-rnn-norm": "infinitely many powers", "transformer": "before one of softmax-rnn-norm",
+        "softmax-rnn-gate(order=2)": r"clamp=5\.0 has no recurrent form",
+    }.items():  # fmt: skip
+        with pytest.raises(InputError, match=sentence):
+            zoo.get(f"recurrent-{name}")
     with pytest.raises(InputError, match=r"inputs.order=10 makes more than 16,777,216 features of 64 per head"):
-        spec.state_shapes(128, 2)
+        SoftmaxRNNSpec("relu", 10).recurrent().state_shapes(128, 2)
 
 
 @pytest.mark.parametrize("expression", ["softmax-rnn-norm", "recurrent-softmax-rnn-norm"])

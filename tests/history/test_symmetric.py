@@ -1,9 +1,11 @@
 """Attention of an encoder by a pattern: a loop over all pairs of tokens, and the Longformer and BigBird of others."""
 
 import math
+import re
 
 import pytest
 import torch
+from test_bert import from_bert
 from torch import nn
 from transformers import BigBirdConfig, BigBirdModel, LongformerConfig, LongformerModel
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention
@@ -78,18 +80,16 @@ def by_pairs(layer, x):
 
 
 PATTERNS = {
-    "window": Pattern(window=6),
-    "the token alone": Pattern(window=1),
+    "window": Pattern(window=6), "the token alone": Pattern(window=1),
     "longer than the text": Pattern(window=199, first=1),
     "longformer": Pattern(window=7, first=3, global_projections=True),
-    "both ends": Pattern(window=4, first=2, last=3, global_projections=True),
-    "last alone": Pattern(window=4, last=1),
+    "both ends": Pattern(window=4, first=2, last=3, global_projections=True), "last alone": Pattern(window=4, last=1),
     "all global": Pattern(window=2, first=30, last=30),
     "bigbird": Pattern(window=12, first=4, last=4, random=2, block=4, seed=3),
     "ends within a block": Pattern(window=17, first=5, last=7, random=2, block=4),
     "own block": Pattern(window=2, random=2, block=5),
     "few blocks": Pattern(window=8, first=4, random=9, block=4, global_projections=True),
-}
+}  # fmt: skip
 LENGTHS = (38, 3, 1, 17)
 
 
@@ -184,17 +184,6 @@ def exact_softmax(monkeypatch):
     monkeypatch.setattr(nn.functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
 
 
-RENAMED = {
-    "embeddings.word_embeddings": "embedding", "embeddings.token_type_embeddings": "segments",
-    "embeddings.position_embeddings": "encoder.positions.table", "embeddings.LayerNorm": "encoder.embedding_norm",
-    "encoder.layer": "encoder.layers", "attention.output.LayerNorm": "mixer_norm",
-    "attention.output.dense": "mixer.o_proj", "output.LayerNorm": "mlp_norm", "intermediate.dense": "mlp.up_proj",
-    "output.dense": "mlp.down_proj",
-    **{f"attention.self.{name}_global": f"mixer.global_proj.{name[0]}_proj" for name in ("query", "key", "value")},
-    **{f"attention.self.{name}": f"mixer.{name[0]}_proj" for name in ("query", "key", "value")},
-}  # fmt: skip
-
-
 def with_weights(expression, theirs):
     """Our model with the parameters of theirs."""
     ours = models.build(
@@ -202,10 +191,8 @@ def with_weights(expression, theirs):
         max_positions=LONGEST,
     ).double()  # fmt: skip
     mine = dict(ours.named_parameters())
-    for name, p in theirs.named_parameters():
-        for old, new in RENAMED.items():
-            name = name.replace(old, new)
-        mine[name].data = p.data
+    for name, p in from_bert({f"bert.{name}": p for name, p in theirs.named_parameters()}).items():
+        mine[re.sub(r"(\w_proj)_global", r"global_proj.\1", name)].data = p.data
     return ours
 
 

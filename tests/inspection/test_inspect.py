@@ -395,16 +395,14 @@ def test_bad_inspect_input_is_one_sentence(checkpoint, text, tokens, said):
         inspection.inspect(checkpoint, text, tokens)
 
 
-def test_a_token_that_the_model_lacks_is_refused(tmp_path):
-    saved(build("gla", vocab_size=99), tmp_path)
+def test_a_checkpoint_without_its_tokenizer_is_refused(tmp_path):
+    model = build("gla", vocab_size=99)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"has no readable tokenizer; expected a tokenizer\.json"):
+        inspection.inspect(tmp_path, "a b")
+    saved(model, tmp_path)
     with pytest.raises(InputError, match="the prompt has the token 220; the model has 99: its tokenizer is another"):
         inspection.inspect(tmp_path, "a b")
-
-
-def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path):
-    build("gla", vocab_size=257).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"has no readable tokenizer; expected a tokenizer\.json"):
-        inspection.inspect(tmp_path, "some text")
 
 
 def test_the_command_reads_text_a_file_or_standard_input(checkpoint, tmp_path):

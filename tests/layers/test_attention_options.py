@@ -31,16 +31,14 @@ BOUNDS = {"yarn": {"slow": "beta_slow", "fast": "beta_fast"}}
 BOUNDS["llama3"] = {"slow": "low_freq_factor", "fast": "high_freq_factor"}
 DIVISORS = {"short": tuple(1 + i / 7 for i in range(8)), "long": tuple(2.0 + i for i in range(8))}
 ROPES = {
-    "default": Rope(),
-    "linear": Rope("linear", factor=3.0),
-    "dynamic": Rope("dynamic", factor=2.0, original=64),
+    "default": Rope(), "linear": Rope("linear", factor=3.0), "dynamic": Rope("dynamic", factor=2.0, original=64),
     "yarn": Rope("yarn", factor=8.0, original=64),
     "yarn with all fields": Rope("yarn", factor=4.0, original=32, slow=0.3, fast=7.0, truncate=False, amplitude=1.5),
     "yarn of one channel": Rope("yarn", factor=4.0, original=64, slow=0.99, fast=1.0, truncate=False),
     "llama3": Rope("llama3", factor=8.0, original=64, slow=1.0, fast=4.0),
     "longrope": Rope("longrope", factor=8.0, original=64, **DIVISORS),
     "longrope with an amplitude": Rope("longrope", original=64, amplitude=1.25, **DIVISORS),
-}
+}  # fmt: skip
 
 
 def described(rope, theta, part=1.0):

@@ -113,10 +113,7 @@ def test_both_spellings_of_sigmoid_gates_are_the_control_of_the_softmax():
     named = zoo.get("gla(competition=sigmoid)")
     assert named == zoo.get("softmax-gla(competition.activation=sigmoid)") and named.competition.range == "heads"
     assert zoo.plain(named) == zoo.get("gla")
-
-
-def test_changes_of_a_named_competition_stay_in_their_expression():
-    narrow = zoo.get("gla(competition=sigmoid, competition.range=2)")
+    narrow = zoo.get("gla(competition=sigmoid, competition.range=2)")  # a change stays in its expression
     assert narrow.competition.range == 2.0 and zoo.get("gla(competition=sigmoid)").competition.range == "heads"
 
 

@@ -3,14 +3,7 @@ are converted: tests/convert/test_families.py."""
 
 import pytest
 import torch
-from transformers import (
-    GPT2Config,
-    JambaConfig,
-    OpenAIGPTConfig,
-    OpenAIGPTLMHeadModel,
-    ZambaConfig,
-    ZambaForCausalLM,
-)
+from transformers import GPT2Config, JambaConfig, OpenAIGPTConfig, OpenAIGPTLMHeadModel, ZambaConfig, ZambaForCausalLM
 
 from attention_layers import randomized
 from headrace import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, InputError

@@ -113,12 +113,6 @@ def test_bidirectional_layer_is_two_causal_runs(mixer):
     agree(lambda x: encoder(x)[0], by_hand, x, 1e-12, [*encoder.parameters()])
 
 
-def test_cross_attention_needs_a_second_sequence():
-    block = Block(PLAIN, Sizes(D, H, 16, cross=PLAIN))
-    with pytest.raises(InputError, match="memory=None"):
-        block(torch.randn(1, 3, D))
-
-
 @pytest.mark.parametrize("mixer", ["transformer", "longformer", "gla", "softmax-rnn-gate"])
 def test_an_encoder_has_no_state(mixer):
     x = torch.randn(1, 3, D, dtype=torch.float64)
@@ -150,9 +144,11 @@ def test_a_strength_with_a_running_maximum_has_an_order():
     assert isinstance(made, BothWays) and made(torch.randn(1, 5, D, dtype=torch.float64))[0].isfinite().all()
 
 
-def test_cross_attention_has_no_frequencies():
+def test_cross_attention_has_no_frequencies_and_needs_a_second_sequence():
     spec = TransformerSpec(mixer=AttentionSpec(rope=Rope(theta=500000.0)))
     assert spec.cross == AttentionSpec(rotary=False)
+    with pytest.raises(InputError, match="memory=None"):
+        Block(PLAIN, Sizes(D, H, 16, cross=PLAIN))(torch.randn(1, 3, D))
 
 
 def test_tiles_of_the_pairs_of_a_pack():

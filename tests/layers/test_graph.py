@@ -75,9 +75,8 @@ def recorded(monkeypatch):
 def elsewhere(monkeypatch):
     """`generate` on a CPU as on a GPU."""
     real = generation.unsupported_reason
-    monkeypatch.setattr(
-        generation, "unsupported_reason", lambda *given: None if "on cpu" in str(real(*given)) else real(*given)
-    )
+    reason = lambda *given: None if "on cpu" in str(real(*given)) else real(*given)  # noqa: E731
+    monkeypatch.setattr(generation, "unsupported_reason", reason)
     monkeypatch.setattr(generation.Engine, "read", lambda *given: None)  # as of tokens on a GPU
 
 

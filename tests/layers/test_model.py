@@ -207,12 +207,10 @@ def test_layer_refuses_bounds_of_other_tokens():
         *(({"rope_theta": x}, f"rope_theta={x!r}; expected a positive number") for x in (0, -3, math.nan)),
         ({"causal": "no"}, "causal='no'; expected True or False"),
         *(({"mixer": x}, "mixer=.*; expected a name of the zoo, a spec or its JSON") for x in (3, None, ["gla"])),
-        ({"mixer": "sofmax-gla"}, "is unknown"),
-        ({"mixer": "no"}, "names are( [a-z0-9-]+,?){3} "),
-        ({"mixer": "bert"}, "whole model"),
-        ({"mixer": "jamba"}, "is a Decoder; expected the mixer of one layer"),
+        ({"mixer": "sofmax-gla"}, "is unknown"), ({"mixer": "no"}, "names are( [a-z0-9-]+,?){3} "),
+        ({"mixer": "bert"}, "whole model"), ({"mixer": "jamba"}, "is a Decoder; expected the mixer of one layer"),
     ],
-)
+)  # fmt: skip
 def test_invalid_settings_are_refused(settings, sentence):
     with pytest.raises(InputError, match=sentence):
         headrace.Mixer(**{"mixer": "rwkv6", "hidden_size": 32} | settings)

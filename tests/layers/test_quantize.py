@@ -1,6 +1,7 @@
 """Weights in eight bits and in bfloat16: each product against the same numbers in float64, the model against the one it
 was made from."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -104,20 +105,14 @@ def test_autocast_and_empty_input_as_in_nn_linear():
 
 
 @KINDS
-@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.finfo(torch.float32).max])
 def test_weights_that_are_not_finite_are_refused(value, kind):
+    """The largest float32 is beyond the range of bfloat16."""
     linear = nn.Linear(4, 4)
     linear.weight.data[1, 2] = value
-    with pytest.raises(InputError, match="a weight has a NaN or an infinity"):
+    taken = kind == "int8" and linear.weight.isfinite().all()
+    with nullcontext() if taken else pytest.raises(InputError, match="a weight has a NaN or an infinity"):
         QuantizedLinear(linear, kind)
-
-
-def test_a_weight_beyond_the_range_of_bfloat16_is_refused():
-    linear = nn.Linear(4, 4)
-    linear.weight.data[1, 2] = torch.finfo(torch.float32).max
-    QuantizedLinear(linear)
-    with pytest.raises(InputError, match="a weight has a NaN or an infinity"):
-        QuantizedLinear(linear, "bfloat16")
 
 
 def test_model_that_cannot_be_loaded_is_not_saved(tmp_path):
@@ -217,9 +212,7 @@ def test_a_row_of_zeros_where_denormals_are_flushed():
 def test_another_kind_is_refused_and_the_same_changes_nothing():
     model = quantize(tiny.build("gla").float(), "bfloat16")
     assert quantize(model, "bfloat16") is model
-    with pytest.raises(
-        InputError, match=r"kind='int8' of a model with \{torch.bfloat16\}; expected the original model"
-    ):
+    with pytest.raises(InputError, match=r"kind='int8' of a model with \{torch.bfloat16}; expected the original model"):
         quantize(model, "int8")
     with pytest.raises(InputError, match="kind='int16' is unknown"):
         QuantizedLinear(nn.Linear(4, 4), "int16")

@@ -43,16 +43,13 @@ def visible(pattern, T):
 
 
 PATTERNS = {
-    "sliding-window": Pattern(window=6),
-    "the token alone": Pattern(window=1),
-    "longer than the text": Pattern(window=99),
-    "longformer": Pattern(window=5, first=3),
+    "sliding-window": Pattern(window=6), "the token alone": Pattern(window=1),
+    "longer than the text": Pattern(window=99), "longformer": Pattern(window=5, first=3),
     "first longer than window": Pattern(window=2, first=9),
     "bigbird": Pattern(window=8, first=6, random=2, block=4, seed=3),
     "window and blocks out of step": Pattern(window=10, first=2, random=2, block=4),
-    "window within a block": Pattern(window=2, random=2, block=5),
-    "random alone": Pattern(window=3, random=3, block=3),
-}
+    "window within a block": Pattern(window=2, random=2, block=5), "random alone": Pattern(window=3, random=3, block=3),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("T", [1, 4, 71])

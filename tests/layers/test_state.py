@@ -4,12 +4,12 @@ And what a state may be: of this mixer, of these sequences, in any precision.
 """
 
 import copy
+from multiprocessing import get_context
 
 import pytest
 import torch
 
 from equation import MAX_ERROR_RATIO, skip_if_missing
-from groups import begin, forked
 from headrace import HeadraceCache, HeadraceConfig, HeadraceForCausalLM, InputError, zoo
 from headrace.layers.linear.token import find_program
 from headrace.spec import MixerSpec
@@ -65,7 +65,6 @@ def test_use_cache_false_does_not_change_the_cache(name):
 
 @torch.no_grad()
 def precisions():
-    begin()
     for name in ("softmax-gated-deltanet", "mamba2", "rwkv6", "gqa"):
         made, ids = model(name), torch.randint(1, 50, (2, 40))
         exact, wide = model(name).double(), made(ids[:, :8], use_cache=True).past_key_values
@@ -77,9 +76,10 @@ def precisions():
             assert relative(found, expected) < 1e-5, name
 
 
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_bfloat16_prompt_then_float32_tokens():
     """In a process of its own: what writes where it should not may end it."""
-    process = forked().Process(target=precisions)
+    process = get_context("fork").Process(target=precisions)
     process.start()
     process.join()
     assert process.exitcode == 0

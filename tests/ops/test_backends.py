@@ -31,13 +31,11 @@ def test_every_operation_of_every_backend_is_listed():
 
 MISTAKES = {
     "linear_attention has no argument 'decay'; did you mean 'log_decay'?": {"decay": 3},
-    "rule='foo' is unknown": {"rule": "foo"},
-    "form='loop' is unknown": {"form": "loop"},
+    "rule='foo' is unknown": {"rule": "foo"}, "form='loop' is unknown": {"form": "loop"},
     "beta has shape [1]; expected [1, 3, 2]": {"beta": torch.ones(1)},
-    "expected the shape of k, [1, 3, 2, 5]": {"k": torch.ones(1, 3, 2, 5)},
-    "backends needs q, k and v": {"k": None},
+    "expected the shape of k, [1, 3, 2, 5]": {"k": torch.ones(1, 3, 2, 5)}, "backends needs q, k and v": {"k": None},
     "backend='onnx' cannot run here: it has no form='recurrent'": {"form": "recurrent", "backend": "onnx"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("said", MISTAKES)

@@ -69,13 +69,10 @@ def ridged(x):
 
 
 FUNCTIONS = {
-    "linear_cross_entropy": loss,
-    "ridge_steps": ridged,
-    "flash_attention": lambda x: flash_attention(*[x[None, :, None]] * 3),
-    "attention of gathered keys": gathered,
-    "a scan over time": scanned,
-    "the selective scan": selected,
-}
+    "linear_cross_entropy": loss, "ridge_steps": ridged,
+    "flash_attention": lambda x: flash_attention(*[x[None, :, None]] * 3), "attention of gathered keys": gathered,
+    "a scan over time": scanned, "the selective scan": selected,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

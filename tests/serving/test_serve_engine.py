@@ -195,15 +195,14 @@ def test_a_text_ends_with_the_learned_positions(tmp_path, mixer):
 
 
 def test_unsupported_generation_settings_are_refused(model):
-    model.generation_config.stop_strings = [""]
-    with pytest.raises(InputError, match=r'stop_strings=\[""\]; expected texts'):
-        Engine(model, byte_level())
-    model.generation_config.repetition_penalty = -1
-    with pytest.raises(InputError, match=r"repetition_penalty=-1; expected 0\.01 to 100"):
-        Engine(model, byte_level())
-    model.generation_config.bad_words_ids = 3
-    with pytest.raises(InputError, match=r"the model's generation_config cannot be used: `bad_words_ids` has to be"):
-        Engine(model, byte_level())
+    for name, value, sentence in (
+        ("stop_strings", [""], r'stop_strings=\[""\]; expected texts'),
+        ("repetition_penalty", -1, r"repetition_penalty=-1; expected 0\.01 to 100"),
+        ("bad_words_ids", 3, "the model's generation_config cannot be used: `bad_words_ids` has to be"),
+    ):
+        setattr(model.generation_config, name, value)
+        with pytest.raises(InputError, match=sentence):
+            Engine(model, byte_level())
 
 
 @pytest.mark.parametrize("penalty", [1.7, 0.5])

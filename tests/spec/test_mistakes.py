@@ -12,7 +12,7 @@ from headrace.comparison.run import RESULT
 from headrace.data import Preparation, open_data, prepare, tokenizer
 from headrace.files import engine
 from headrace.tasks import Text
-from trained import recipe, train
+from trained import recipe
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,6 @@ from trained import recipe, train
         ({"layers": 0}, "layers=0; expected at least 1"),
         ({"hidden_size": -16}, "hidden_size=-16; expected at least 1"),
         ({"vocab_size": 0}, "vocab_size=0; expected at least 1"),
-        ({"tokens": float("inf")}, "tokens=inf is not allowed; expected finite float"),
         ({"lr": float("inf")}, "lr=inf is not allowed; expected finite float"),
         ({"weight_decay": float("nan")}, "weight_decay=nan is not allowed; expected finite float"),
         ({"warmup": -1.0}, "warmup=-1; expected at least 0"),
@@ -34,11 +33,6 @@ from trained import recipe, train
 def test_impossible_numbers_are_refused(changes, sentence):
     with pytest.raises(InputError, match=sentence):
         recipe(**changes)
-
-
-def test_step_larger_than_the_data_is_refused(data, tmp_path):
-    with pytest.raises(InputError, match=r"batch_tokens=640000000 is \d+ rows per step, but the data have"):
-        train(data, tmp_path / "run", batch_tokens=64 * 10**7, tokens=64e7, warmup=0)
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,9 @@ def test_every_step_is_a_full_batch_of_the_rows_in_their_order(data, tmp_path, m
     assert "threads" not in changes or threads == {changes["threads"]}
     taken = [[*order(range(13), 0, epoch)][4 * step : 4 * step + 4] for epoch in range(3) for step in range(3)]
     assert seen == [[token for i in step for token in rows[i]["input_ids"]] for step in taken]
-    with pytest.raises(InputError, match="is 14 rows per step, but the data have 13 full rows; expected at most 13"):
+    with pytest.raises(
+        InputError, match="batch_tokens=448 is 14 rows per step, but the data have 13 full rows; expected at most 13"
+    ):
         train(changed, tmp_path / "other", batch_tokens=14 * 32, tokens=14 * 32 * 2, **changes)
 
 

@@ -125,30 +125,22 @@ def test_user_errors_are_refused(setting):
 
 def test_invalid_recipe_files_are_refused(tmp_path):
     for text, message in (
-        ("- a", "is not a YAML mapping"),
-        ("a: [", "is not YAML"),
-        ("base: nowhere", "neither"),
+        ("- a", "is not a YAML mapping"), ("a: [", "is not YAML"), ("base: nowhere", "neither"),
         ("<<: {lr: 1e-3}\nbase: laptop-1m\nlayer: 1e-4", "has no field 'layer'"),
-        ("lr: 1e-3\nlr: 1e-4", "duplicate key lr, line 2"),
-        ("x:\n  a: 1\n  a: 2", "duplicate key a, line 3"),
-        ("3", "is not a YAML mapping"),
-        ("a: 0b_", "is not YAML: invalid literal"),
+        ("lr: 1e-3\nlr: 1e-4", "duplicate key lr, line 2"), ("x:\n  a: 1\n  a: 2", "duplicate key a, line 3"),
+        ("3", "is not a YAML mapping"), ("a: 0b_", "is not YAML: invalid literal"),
         ("a: !!python/object:os.system x", "is not YAML: could not determine a constructor"),
-        ("[" * 5000, "is not YAML"),
-        ("base: laptop-1m\non: 3", "has no field 'True'"),
+        ("[" * 5000, "is not YAML"), ("base: laptop-1m\non: 3", "has no field 'True'"),
         ("base: laptop-1m\nassumed:", "r.yaml': 'assumed' is null, not a list"),
         ("base: laptop-1m\nassumed: [lr, 3]", "item 1 of 'assumed' is 3, not a text"),
         ("from_data: 3", "'from_data' is 3, not a list"),
         ("from_data: [length, lr]", "has from_data: lr; expected some of length, vocab_size"),
-        (
-            "weights: old\ngate_std: 0.1",
-            "gate_std=0.1 with weights, which have those of the gates; expected gate",
-        ),
+        ("weights: old\ngate_std: 0.1", "gate_std=0.1 with weights, which have those of the gates; expected gate"),
         ("gate_init: orthogonal", "gate_init='orthogonal' with gate_std=0, which leaves the weights at 0"),
         ("base: laptop-1m\nmixer: checkpoint\nweights: 5", "recipe.weights=5 is not allowed; expected one of str"),
         ("source:", "'source' is null, not a text"),
         ("base: laptop-1m\nbatch_tokens: 1024\ntokens: 512", "tokens=512; expected more than half of a step"),
-    ):
+    ):  # fmt: skip
         (tmp_path / "r.yaml").write_text(text)
         with pytest.raises(InputError, match=message):
             recipes.load(str(tmp_path / "r.yaml"))

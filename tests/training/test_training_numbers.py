@@ -116,11 +116,8 @@ def test_the_dynamics_of_a_mixer_are_not_decayed(name):
 
 def test_the_card_says_bits_per_byte_of_the_held_out_text(data, tmp_path):
     history = train(data, tmp_path, tokens=128 * 10.4, evaluate_every=5).history.points
-    assert (
-        [p["step"] for p in history if "tokens_per_second" in p]
-        == [10]
-        == [p["step"] for p in history if "loss" in p][1:]
-    )
+    fast, lossy = ([p["step"] for p in history if name in p] for name in ("tokens_per_second", "loss"))
+    assert fast == [10] == lossy[1:]
     final = next(point for point in history if "final_loss" in point)
     ids = [token for row in data.held_out for token in row["input_ids"]]
     length = sum(token != data.tokenizer.eos_token_id for token in ids)  # every other token is a byte
@@ -145,11 +142,8 @@ def test_a_held_out_loss_is_over_labelled_tokens(data, tmp_path):
     rows = [data.held_out[0]["input_ids"], data.held_out[1]["input_ids"], [5], [5], [5, 6], [7]]
     total, _ = made.held_out_loss([{"input_ids": row, "starts": [0]} for row in rows])
     with torch.no_grad():
-        expected = sum(
-            F.cross_entropy(made.model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:]), reduction="sum")
-            for row in rows
-            if len(row) > 1
-        )
+        several = [(made.model(torch.tensor([row])).logits[0, :-1], torch.tensor(row[1:])) for row in rows if row[1:]]
+        expected = sum(F.cross_entropy(*each, reduction="sum") for each in several)
     assert total.tolist() == [pytest.approx(expected.item(), rel=1e-5), 31 + 31 + 1]
 
 
@@ -232,9 +226,7 @@ def test_processes_share_all_rows_evenly(rows, size, processes):
 
 def test_rows_to_evaluate_are_evenly_spread(data):
     length = len(data.train)
-    assert [row["input_ids"] for row in run.evenly_spaced(data.train, 3)] == [
-        data.train[i]["input_ids"] for i in (0, (length - 1) // 2, length - 1)
-    ]
+    assert [*run.evenly_spaced(data.train, 3)] == [data.train[i] for i in (0, (length - 1) // 2, length - 1)]
     assert len(run.evenly_spaced(data.train, length)) == length
     many = TextRows(np.broadcast_to(np.uint16(0), 2**24 + 4), np.empty(0, np.int64), 1)  # float32 has no 2^24 + 3
     assert list(run.evenly_spaced(many, 2).indices) == [0, 2**24 + 3]

@@ -487,22 +487,17 @@ def test_a_killed_command_goes_on(folder, prepared, words, tmp_path, run_command
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        (["--mixer", "mamba"], "--mixer='mamba' is no linear mixer"),
-        (["--mixer", "glaa"], "glaa"),
-        (["--keep", "some"], "--keep=some; expected layers"),
-        (["--keep", "9"], "--keep names layer 9"),
-        (["--rows", "100000"], "--rows 100000, and the data have"),
-        (["--trains", "some"], "trains='some'"),
-        (["--lr", "0"], "lr=0"),
-        (["--seed", "-1"], "Transfer.seed=-1; expected 0 to 4294967295"),
+        (["--mixer", "mamba"], "--mixer='mamba' is no linear mixer"), (["--mixer", "glaa"], "glaa"),
+        (["--keep", "some"], "--keep=some; expected layers"), (["--keep", "9"], "--keep names layer 9"),
+        (["--rows", "100000"], "--rows 100000, and the data have"), (["--trains", "some"], "trains='some'"),
+        (["--lr", "0"], "lr=0"), (["--seed", "-1"], "Transfer.seed=-1; expected 0 to 4294967295"),
         (["--steps", "0"], "--steps=0; expected at least 1"),
         (["--mixer", "mesa"], "mixer='mesa' adds steps to linear attention"),
         (["--window-dropout", "0.5"], f"--window-dropout=0.5 with --mixer='{HEDGEHOG}', which has"),
         (["--window-dropout", "2"], "window_dropout=2.0; expected 0 to 1, a share"),
-        (["--mixer", "taylor-softmax"], "--trains new, and the new layers have no weights that the old do not"),
         (["--machine", "1xH101"], "unknown device; expected one of"),
     ],
-)
+)  # fmt: skip
 def test_bad_options_are_one_sentence(wrong, sentence, folder, words, tmp_path, refusal):
     said = refusal("linearize", folder, *words, *wrong)
     assert sentence in said and len(said.strip().splitlines()) == 1 and not list(tmp_path.iterdir())
@@ -511,6 +506,11 @@ def test_bad_options_are_one_sentence(wrong, sentence, folder, words, tmp_path, 
 def test_latent_attention_is_named(words, tmp_path, refusal):
     said = refusal("linearize", tiny.saved(tiny.build("mla", vocab_size=257), tmp_path / "model"), *words)
     assert "no attention layer that could become linear: its k and v are" in said
+
+
+def test_layers_without_weights_of_their_own_are_refused(folder, words, refusal):
+    said = refusal("linearize", folder, *words, "--mixer", "taylor-softmax")
+    assert "--trains new, and the new layers have no weights that the old do not" in said
 
 
 def test_models_beside_need_a_report(folder, prepared, tmp_path, refusal):
