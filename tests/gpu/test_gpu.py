@@ -147,15 +147,20 @@ def test_packed_sequences_match_the_reference(device, backend, rule):
 def between_products(x, gate, bias, angle, backend):
     """What stands between a layer's products and its recurrence."""
     by, rates, weight = (angle.cos(), angle.sin()), bias[: x.shape[2]], bias[-x.shape[3] :]
-    found = rotate(x, by, backend), elementwise.silu_product(x.flatten(-2), gate, backend)
+    found, of_heads = (
+        (rotate(x, by, backend), elementwise.silu_product(x.flatten(-2), gate, backend)),
+        bias.view(x.shape[2:]) / 4,
+    )
     found += (decays.log_sigmoid(x, 16.0, backend),)
     if backend == "torch":
         decay, each = (decays.softplus_decay(decays.biased(z, bias[: z[0, 0].numel()]), rates) for z in (x, x[..., 0]))
         norm = F.rms_norm(x, weight.shape, weight, 1e-5) * F.silu(gate.view_as(x))
-        return *found, features.l2_norm(x), decay, each, norm
+        shares = len(of_heads) * (x * of_heads).sum(-1).softmax(-1)
+        return *found, features.l2_norm(x), decay, each, norm, shares
     decay, each = elementwise.SoftplusDecay.apply(x, bias, rates), elementwise.head_decay(x[..., 0], rates, rates)
     norm = elementwise.GatedNorm.apply(x, gate.view_as(x), weight, 1e-5, True)
-    return *found, elementwise.L2Norm.apply(x, features.EPS), decay, each, norm
+    shares = elementwise.head_gate(x, of_heads, 1.0, True, False, x.dtype)
+    return *found, elementwise.L2Norm.apply(x, features.EPS), decay, each, norm, shares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

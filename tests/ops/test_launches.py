@@ -162,11 +162,11 @@ def launches_of_a_layer(mixer, gpu="sm_90"):
 
 
 def test_a_layer_launches_each_kernel_once():
-    """Those of the norm once for q and once for k."""
+    """Those of the norm and of the gates once for q and once for k."""
     launched = launches_of_a_layer("softmax-gated-deltanet")
-    forward = ["convolve", "softplus_decay", "l2_norm", "l2_norm", *KERNELS[:2], "norm"]
-    norms = ["l2_norm_backward"] * 2
-    backward = ["norm_backward", *KERNELS[2:], *norms, "softplus_decay_backward", "silu_backward"]
+    gates, norms = ["head_gate"] * 2, ["l2_norm_backward"] * 2
+    forward = ["convolve", "softplus_decay", *gates, "l2_norm", "l2_norm", *KERNELS[:2], "norm"]
+    backward = ["norm_backward", *KERNELS[2:], *norms, *gates, "softplus_decay_backward", "silu_backward"]
     assert [x.kernel for x in launched] == [*forward, *backward, "convolve_backward"]
     assert all(x.code.stack == 0 for x in launched)
 
@@ -184,10 +184,23 @@ def test_a_token_of_a_layer_launches_each_kernel_once(gpu):
 
 @pytest.mark.parametrize("gpu", dry.GPUS)
 def test_elementwise_kernels_spill_nothing(gpu):
-    found = {x.kernel: x.code for mixer in ("retnet", "kda", "mamba2") for x in launches_of_a_layer(mixer, gpu)}
+    found = [x for mixer in ("softmax-retnet", "kda", "mamba2") for x in launches_of_a_layer(mixer, gpu)]
     names = "l2_norm", "softplus_decay", "norm", "silu_product"
-    kernels = [f"{name}{way}" for name in names for way in ("", "_backward")]
-    assert all(found[name].stack == 0 for name in (*kernels, "rotate"))
+    kernels = {*(f"{name}{way}" for name in names for way in ("", "_backward")), "rotate", "head_gate"}
+    assert kernels <= {x.kernel for x in found} and all(x.code.stack == 0 for x in found if x.kernel in kernels)
+
+
+@pytest.mark.parametrize("gpu", dry.GPUS)
+@pytest.mark.parametrize(("heads", "shared", "K"), [(4, 1, 128), (16, 1, 256), (32, 32, 128), (3, 1, 1025)])
+def test_gates_of_large_layers_spill_nothing(gpu, heads, shared, K):
+    """Up to the most weights, the last in a tile of 8,192."""
+    x = torch.randn(1, 70, heads // shared, K, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(heads, K, dtype=torch.bfloat16, requires_grad=True)
+    with dry.gpu(gpu) as found:
+        gate = elementwise.head_gate(x, weight, 1.0, True, False, torch.float32)
+        gate.backward(torch.ones_like(gate))
+    assert weight.numel() <= elementwise.MOST_WEIGHTS
+    assert [x.kernel for x in found] == ["head_gate"] * 2 and all(x.code.stack == 0 for x in found)
 
 
 @pytest.mark.parametrize("gpu", dry.GPUS)

@@ -7,9 +7,11 @@ from torch import nn
 
 from headrace import InputError, Mixer, zoo
 from headrace.layers.linear import decays
+from headrace.layers.linear.competition import HeadCompetition
 from headrace.layers.linear.features import EPS, l2_norm
 from headrace.layers.rotary import rotate
 from headrace.ops.backends.triton import elementwise
+from headrace.spec.linear import Competition
 from headrace.verification.verify import relative
 
 
@@ -153,11 +155,112 @@ def test_product_with_silu_and_its_second_derivative(sizes):
     agree_twice(elementwise.SiLUProduct.apply, elementwise.silu_product, x, gate)
 
 
+def gates(temperature=1.0, scale="identity", log=False, dtype=torch.float32):
+    """The kernel, and what PyTorch computes, as functions of x and the weights."""
+    spec = Competition(temperature=temperature, scale=scale)
+
+    def kernel(x, weight):
+        return elementwise.head_gate(x, weight, 1 / temperature, scale == "identity", log, dtype)
+
+    def plain(x, weight):
+        module = HeadCompetition(spec, 1, len(weight), *x.shape[2:])
+        log_gate = torch.func.functional_call(module, {"weight": weight}, (x, x))
+        return log_gate if log else log_gate.exp()
+
+    return kernel, plain
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["gates", "logarithms"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.3, "scale": "one"}], ids=["identity", "scaled"])
+@pytest.mark.parametrize(("heads", "shared"), [(4, 1), (3, 1), (1, 1), (6, 3), (17, 17)])
+def test_gates_of_heads(heads, shared, options, log, monkeypatch):
+    """Where a program of the backward has several tokens, or one, and heads of x are shared."""
+    x, weight = side_by_side(2, 5, heads // shared, 12), torch.randn(heads, 12)
+    for programs in (3, 100):
+        monkeypatch.setattr(elementwise, "PROGRAMS", programs)
+        agree(*gates(**options, log=log), x, weight, tolerance=2e-6)
+
+
+@pytest.mark.parametrize("log", [False, True], ids=["gates", "logarithms"])
+def test_gates_of_scores_far_apart(log):
+    """Scores of ±1e4, which float32 has exactly, and ties of them."""
+    rows = [[1e4, -1e4, 0], [1e4, 1e4, -1e4], [-1e4, -1e4, -1e4], [1e4, 9999, 0], [-1e4, 1, 0]]
+    x = torch.tensor(rows).view(1, 5, 3, 1)
+    agree(*gates(log=log), x, torch.ones(3, 1), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_of_equal_scores_are_exactly_one(dtype):
+    for heads in range(1, 34):
+        x = side_by_side(1, 2, heads, 3, dtype)
+        gate = gates(dtype=dtype)[0](x, torch.zeros(heads, 3, dtype=dtype))
+        assert gate.dtype == dtype and torch.equal(gate, torch.ones_like(gate))
+
+
+@pytest.mark.filterwarnings("ignore::headrace.GateWarning")
+@pytest.mark.parametrize("name", ["gla", "gated-deltanet", "mamba2"])
+def test_layers_with_first_gates_equal_those_without(name):
+    found = []
+    for each in (name, f"softmax-{name}"):
+        torch.manual_seed(0)
+        layer = Mixer(each, hidden_size=48, num_heads=3)
+        layer.backend = "triton"
+        found.append(layer(torch.linspace(-1, 1, 2 * 9 * 48).view(2, 9, 48))[0])
+    assert torch.equal(*found)
+
+
+def compared(layer, other):
+    """Whether outputs and gradients of two layers agree; layers run by their kernels."""
+    x, found = torch.randn(2, 9, 32), []
+    for each in (layer, other):
+        y, _ = each(leaf := x.clone().requires_grad_())
+        wanted = leaf, *(p for p in each.parameters() if p.requires_grad)
+        found.append((y, *torch.autograd.grad(y.square().sum(), wanted)))
+    return all(relative(ours.double(), plain.double()) <= 1e-5 for ours, plain in zip(*found, strict=True))
+
+
+def gated_layer():
+    torch.manual_seed(0)
+    layer = Mixer("softmax-gla", hidden_size=32, num_heads=2)
+    layer.backend = "triton"
+    for gate in (layer.read_competition, layer.write_competition):
+        torch.nn.init.normal_(gate.weight)
+    return layer
+
+
+def test_compiled_graphs_have_the_kernel_of_gates(monkeypatch):
+    names, launch, layer = [], elementwise._launch, gated_layer()
+    monkeypatch.setattr(
+        elementwise, "_launch", lambda name, *args, **named: names.append(name) or launch(name, *args, **named)
+    )
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(torch.randn(2, 9, 32))[0].sum().backward()
+    assert names == ["head_gate"] * 4
+    assert compared(compiled, layer)
+
+
+def test_hooks_see_the_logarithms_of_gates():
+    layer, plain, seen = gated_layer(), gated_layer(), []
+    for each in (layer.read_competition, layer.write_competition):
+        each.register_forward_hook(lambda module, args, log_gate: seen.append(log_gate))
+    assert compared(layer, plain) and [x.shape for x in seen] == [(2, 9, 2)] * 2
+
+
+def test_operator_of_gates_passes_opcheck():
+    x = side_by_side(2, 3, 4, 5)
+    given = x.detach().requires_grad_(), torch.randn(4, 5, requires_grad=True), 1.0, True, False, torch.float32
+    assert set(torch.library.opcheck(torch.ops.headrace.head_gate.default, given).values()) == {"SUCCESS"}
+    constant = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
+    backward = torch.ops.headrace.head_gate_backward.default, (torch.randn(2, 3, 4), *constant)
+    assert set(torch.library.opcheck(*backward).values()) == {"SUCCESS"}
+
+
 def test_bfloat16_is_rounded_once():
     """And the bias has the sum of what was rounded."""
     x, bias = side_by_side(1, 30, 2, 32, torch.bfloat16), torch.randn(64)
     agree(lambda x: elementwise.L2Norm.apply(x, EPS), l2_norm, x, tolerance=2**-8)
     agree(decay, plain_decay, x, bias, torch.randn(2), tolerance=2**-8)
+    agree(*gates(), x, torch.randn(2, 32).bfloat16(), tolerance=2**-8)
     gate, weight = x.flip(1), torch.randn(64)
     norm = lambda *given: elementwise.GatedNorm.apply(*given, 1e-5, True)  # noqa: E731
     agree(norm, plain_norm(True), x, gate, weight[:32], tolerance=2**-8)
@@ -180,6 +283,9 @@ def test_second_derivatives_are_refused():
     x = side_by_side(1, 2, 1, 4).requires_grad_()
     y = elementwise.L2Norm.apply(x, EPS)
     with pytest.raises(InputError, match="L2 norm of q and k has no second derivative"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    y = gates()[0](x, torch.randn(1, 4))
+    with pytest.raises(InputError, match="head competition has no second derivative"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 

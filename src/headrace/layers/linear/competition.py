@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...ops.backends.triton import elementwise
 from ...ops.call import accumulator
+from ...ops.modules import is_plain
 from ...spec.linear import Competition
 from ..base import SelfInitialized
 from .stage import Stage, Tokens, refuse_changes
@@ -170,11 +172,19 @@ class Compete(Stage):
     def __call__(self, mixer: Any, t: Tokens) -> None:
         gate = mixer.spec.competition
         if gate.read != "none":
-            read = mixer.read_competition.gate(t.q, t.x, t.positions)
             if gates_query(mixer.spec):
-                t.read_gate = read
+                t.read_gate = gates(mixer.read_competition, mixer.backend, t.q, t)
             else:
-                t.read = read
+                t.read = gates(mixer.read_competition, mixer.backend, t.q, t, dtype=t.q.dtype)
         if gate.write != "none":
-            write = mixer.write_competition
-            t.write = (write if gate.write == "beta" else write.gate)(t.k, t.x, t.positions)
+            t.write = gates(mixer.write_competition, mixer.backend, t.k, t, log=gate.write == "beta")
+
+
+def gates(module: Any, backend: str, heads: Tensor, t: Tokens, log: bool = False, dtype: Any = torch.float32) -> Tensor:
+    """Returns the gates of q or k [B, T, Hq, K], or their logarithms; where one kernel computes them, in this dtype."""
+    spec, weight = module.spec, module.weight
+    common = (spec.source, spec.activation, spec.top_k, spec.shuffle) == ("head", "softmax", None, False)
+    fits = common and is_plain(module, HeadCompetition) and weight.numel() <= elementwise.MOST_WEIGHTS
+    if fits and elementwise.computes(backend, heads, in_graphs=True):
+        return elementwise.head_gate(heads, weight, 1 / spec.temperature, spec.scale == "identity", log, dtype)
+    return (module if log else module.gate)(heads, t.x, t.positions)

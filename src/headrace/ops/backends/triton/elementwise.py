@@ -1,6 +1,7 @@
 """What stands between a layer's products and its recurrence, by the backend "triton": the L2 norm of q and k, rotary
-positions, decays by a sigmoid or softplus, the norm with an output gate, and products with SiLU. Each keeps its inputs
-alone. Compiled graphs do not have them: Inductor fuses what PyTorch computes with what stands beside it.
+positions, decays by a sigmoid or softplus, the norm with an output gate, products with SiLU and the gates of head
+competition. Each keeps its inputs alone. Compiled graphs have the gates alone: Inductor fuses what PyTorch computes
+with what stands beside it, but computes the softmax of a token's scores anew for each channel.
 
 Dimensions: B batch, T tokens, H heads, K channels per head, F frequencies, C channels.
 """
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....utils.device import interpreted
+from ...autograd import define
 from ...call import like
 from ...derivatives import first_order, has_address, transformed
 from .limits import DTYPES, chosen, missing
@@ -20,15 +22,16 @@ from .limits import DTYPES, chosen, missing
 NUMBERS = 2048  # of a program at a time
 ROWS = 128  # at most, whose indices take more registers than their numbers
 GROUPS = 16  # of them, of a program that sums over tokens
+MOST_WEIGHTS, PROGRAMS = 4096, 2048  # of `head_gate`, and of its backward, where each sums the gradients to all weights
 FAR = -40.0  # softplus(z) is e^z to the last digit of a float64 below
 ROOM = 24  # of a rate e^A, below the largest number, for softplus(z), whose gradient to a low z − FAR has e^20
 LIMITS = {"far": FAR, "limit": math.log(torch.finfo(torch.float32).max) - ROOM}
 INSTEAD = "; expected backend='torch', which has all derivatives"
 
 
-def computes(backend: str, x: Tensor) -> bool:
+def computes(backend: str, x: Tensor, in_graphs: bool = False) -> bool:
     """Whether these functions compute x [B, T, H, K] or [B, T, C] under a layer's backend; otherwise PyTorch does."""
-    if torch.compiler.is_compiling() or not chosen(backend, x) or transformed():
+    if (torch.compiler.is_compiling() and not in_graphs) or not chosen(backend, x) or transformed():
         return False
     here = missing() is None and (x.is_cuda or interpreted()) and has_address(x)
     fits = x.dim() == 3 or (x.dim() == 4 and x.shape[3] <= NUMBERS)
@@ -219,3 +222,46 @@ class SiLUProduct(torch.autograd.Function):
             return d_y * gate * s, d_y * x * s * (1 + gate * (1 - s))
         over_tokens("silu_product_backward", x, gate, d_y.contiguous(), d_x := like(x), d_gate := like(gate))
         return d_x, d_gate
+
+
+def _launch_gates(x: Tensor, weight: Tensor, kind: tuple[Any, ...], programs: int, *tensors: Tensor | None) -> None:
+    """Launches the kernel of `head_gate`, or nothing for tensors without memory."""
+    if has_address(x):
+        (B, T, HQ, K), H, names = x.shape, len(weight), ("rate", "SCALE", "LOG")
+        HB, BK = (1 << (n - 1).bit_length() for n in (H, K))
+        sizes = {"total": B * T, "H": H, "HQ": HQ, "K": K, "HB": HB, "BK": BK, "num_warps": min(16, -(-HB * BK // 512))}
+        given = weight.contiguous(), *tensors
+        _launch("head_gate", (programs,), {"x": x}, *given, **sizes, **dict(zip(names, kind, strict=False)))
+
+
+def _gate(x: Tensor, weight: Tensor, *kind: Any) -> Tensor:
+    gate = x.new_empty((*x.shape[:2], len(weight)), dtype=kind[-1])
+    _launch_gates(x, weight, kind, x.shape[0] * x.shape[1], None, None, gate)
+    return gate
+
+
+def _gate_backward(d_gate: Tensor, x: Tensor, weight: Tensor, *kind: Any) -> tuple[Tensor, Tensor]:
+    programs, d_scores = torch.sym_min(x.shape[0] * x.shape[1], PROGRAMS), x.new_empty(d_gate.shape)
+    sums = x.new_empty((programs, *weight.shape), dtype=torch.float32)
+    _launch_gates(x, weight, kind, programs, d_gate.contiguous(), sums, d_scores)
+    return d_scores, sums.sum(0).to(weight.dtype)
+
+
+def _save(ctx: Any, given: Any, gate: Tensor) -> None:
+    ctx.save_for_backward(*given[:2])
+    ctx.kind = given[2:]
+
+
+@first_order("head competition", INSTEAD)
+def _differentiate(ctx: Any, d_gate: Tensor) -> tuple[Any, ...]:
+    x, weight = ctx.saved_tensors
+    d_scores, d_weight = _gradients(d_gate, x, weight, *ctx.kind)
+    d_x = d_scores[..., None] * weight  # a graph fuses this with the other gradients to x
+    d_x = d_x if d_x.shape == x.shape else d_x.unflatten(2, (x.shape[2], -1)).sum(3)
+    return d_x.to(x.dtype), d_weight, None, None, None, None
+
+
+KEY, INPUTS = "CompositeExplicitAutograd", "Tensor x, Tensor weight, float rate, bool scale, bool log, ScalarType dtype"
+_gradients = define("head_gate_backward", f"(Tensor d_gate, {INPUTS})", 2, _gate_backward, _gate_backward, KEY)
+# (x [B, T, Hq, K], weight [H, K], ...) -> softmax(rate ⟨x_h, w_h⟩) over the heads, times H if `scale`, or its logarithm
+head_gate = define("head_gate", f"({INPUTS})", 1, _gate, _gate, KEY, _differentiate, _save)

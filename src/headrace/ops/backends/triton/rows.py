@@ -190,3 +190,36 @@ def silu_product_backward(
     into = tl.program_id(0).to(tl.int64) * C + at
     tl.store(d_x + into, (d * z * s).to(d_x.dtype.element_ty), mask=at < C)
     tl.store(d_gate + into, d_z.to(d_gate.dtype.element_ty), mask=at < C)
+
+
+@triton.jit(do_not_specialize=["x_stride", "total"])
+def head_gate(
+    x, weight, d_gate, sums, result, x_stride, total, H, HQ, K, rate, HB: tl.constexpr, BK: tl.constexpr,
+    SCALE: tl.constexpr, LOG: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (programs,), each for every n-th token. Writes the gates, result [total, H]; or, unless d_gate is None, the
+    gradient to ⟨x_h, w_h⟩, and that to the weights from the tokens of each program, sums [programs, H, K]."""
+    heads, channels, token = tl.arange(0, HB), tl.arange(0, BK), tl.program_id(0).to(tl.int64)
+    mask, at = (heads < H)[:, None] & (channels < K)[None, :], heads[:, None] * K + channels[None, :]
+    w = tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
+    shared = (heads // (H // HQ) * K)[:, None] + channels[None, :]
+    d_weight = tl.zeros((HB, BK), tl.float32)
+    while token < total:
+        row = tl.load(x + token * x_stride * ALIGN + shared, mask=mask, other=0.0).to(tl.float32)
+        score = tl.where(heads < H, rate * tl.sum(row * w, 1), float("-inf"))
+        score -= tl.max(score, 0)
+        share = score - tl.log(tl.sum(tl.exp(score), 0))
+        gate = share
+        if SCALE:  # log H by the same function as above, so that equal scores have gates of 1
+            gate += tl.log(tl.sum(tl.where(heads < H, 1.0, 0.0), 0))
+        if not LOG:
+            gate = tl.exp(gate)
+        if d_gate is not None:
+            d = tl.load(d_gate + token * H + heads, mask=heads < H, other=0.0).to(tl.float32)
+            d = d if LOG else d * gate
+            gate = rate * (d - tl.exp(share) * tl.sum(d, 0))
+            d_weight += gate[:, None] * row
+        tl.store(result + token * H + heads, gate.to(result.dtype.element_ty), mask=heads < H)
+        token += tl.num_programs(0)
+    if sums is not None:
+        tl.store(sums + tl.program_id(0).to(tl.int64) * H * K + at, d_weight, mask=mask)
