@@ -307,13 +307,23 @@ def test_transforms_and_compiled_graphs_have_pytorchs_operators():
     assert seen == [False, False]
 
 
+GATED = (
+    "softmax-gla", "softmax-gated-deltanet", "paper-softmax-gla", "softmax-retnet", "softmax-mamba2",
+    "softmax-kda(competition.write=beta)", "softmax-gla(competition.read=query)", "softmax-gla(competition.scale=one)",
+    "softmax-gla(competition.temperature=2)", "softmax-gla(competition.memories_per_head=2)",
+    "softmax-gla(competition.top_k=1)", "softmax-gla(competition.source=query)", "softmax-gla(competition=sigmoid)",
+)  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore::headrace.GateWarning")
 @pytest.mark.parametrize("train", [False, True])
-@pytest.mark.parametrize("name", [name for table in zoo.TABLES.values() for name in table])
+@pytest.mark.parametrize("name", [*(name for table in zoo.TABLES.values() for name in table), *GATED])
 def test_every_mixer_computes_the_same_where_auto_chooses_the_kernels(name, train, monkeypatch):
     """As on a Hopper GPU: outputs in evaluation, and with all gradients."""
     torch.manual_seed(0)
     layer = Mixer(name, hidden_size=32, num_heads=2).train(train)
+    for gate in (module for module in layer.modules() if isinstance(module, HeadCompetition)):
+        torch.nn.init.normal_(gate.weight)
     x, found = torch.randn(2, 9, 32), []
     for chosen in (elementwise.chosen, lambda backend, x: True):
         monkeypatch.setattr(elementwise, "chosen", chosen)

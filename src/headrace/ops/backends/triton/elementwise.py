@@ -1,7 +1,7 @@
 """What stands between a layer's products and its recurrence, by the backend "triton": the L2 norm of q and k, rotary
 positions, decays by a sigmoid or softplus, the norm with an output gate, products with SiLU and the gates of head
 competition. Each keeps its inputs alone. Compiled graphs have the gates alone: Inductor fuses what PyTorch computes
-with what stands beside it, but computes the softmax of a token's scores anew for each channel.
+with what stands beside it, but would compute the softmax of a token's scores anew for each channel.
 
 Dimensions: B batch, T tokens, H heads, K channels per head, F frequencies, C channels.
 """
