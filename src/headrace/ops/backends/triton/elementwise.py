@@ -227,11 +227,10 @@ class SiLUProduct(torch.autograd.Function):
 def _launch_gates(x: Tensor, weight: Tensor, kind: tuple[Any, ...], programs: int, *tensors: Tensor | None) -> None:
     """Launches the kernel of `head_gate`, or nothing for tensors without memory."""
     if has_address(x):
-        (B, T, HQ, K), H, names = x.shape, len(weight), ("rate", "SCALE", "LOG")
+        (B, T, HQ, K), H, given = x.shape, len(weight), {"rate": kind[0], "SCALE": kind[1], "LOG": kind[2]}
         HB, BK = (1 << (n - 1).bit_length() for n in (H, K))
         sizes = {"total": B * T, "H": H, "HQ": HQ, "K": K, "HB": HB, "BK": BK, "num_warps": min(16, -(-HB * BK // 512))}
-        given = weight.contiguous(), *tensors
-        _launch("head_gate", (programs,), {"x": x}, *given, **sizes, **dict(zip(names, kind, strict=False)))
+        _launch("head_gate", (programs,), {"x": x}, weight.contiguous(), *tensors, **sizes, **given)
 
 
 def _gate(x: Tensor, weight: Tensor, *kind: Any) -> Tensor:
