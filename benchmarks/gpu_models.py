@@ -40,7 +40,8 @@ CLASSES = {
     "attention": r"flash|fmha|attention",
     "products": r"gemm|cutlass|cublas|nvjet|xmma|gemv|splitk",
     "elementwise, fused": r"triton_(poi|red|per|tem|for)",
-    "elementwise": r"elementwise|reduce|norm|softmax|embedding|index|sort|scan_dim|nll|entropy|swiglu|dropout",
+    "elementwise": r"elementwise|reduce|norm|softmax|embedding|index|sort|scan_dim|nll|entropy|swiglu|dropout"
+    r"|silu_product|rotate|softplus_decay|head_gate",
 }
 
 
