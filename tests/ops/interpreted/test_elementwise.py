@@ -263,10 +263,10 @@ def test_bfloat16_is_rounded_once():
     agree(*gates(), x, torch.randn(2, 32).bfloat16(), tolerance=2**-8)
     gate, weight = x.flip(1), torch.randn(64)
     norm = lambda *given: elementwise.GatedNorm.apply(*given, 1e-5, True)  # noqa: E731
-    agree(norm, plain_norm(True), x, gate, weight[:32], tolerance=2**-8)
+    agree(norm, plain_norm(True), x, gate, weight[:32], tolerance=2**-7)  # and the gradient that comes in
     x, gate = x.flatten(-2), gate.flatten(-2)
     agree(elementwise.SiLUProduct.apply, elementwise.silu_product, x, gate, tolerance=2**-8)
-    agree(Branches(), Branches(), x, gate, weight, tolerance=2**-7)  # the sum, too
+    agree(Branches(), Branches(), x, gate, weight, tolerance=2**-7)  # and the sum
 
 
 def test_decay_where_rate_or_step_size_overflows():
