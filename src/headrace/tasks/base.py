@@ -134,6 +134,9 @@ class Sampled:
     def training(self, seed: int, count: int) -> "Rows":
         return Rows(lambda number: self.sample(generator("training", seed, number), BLOCK), count)
 
+    def by_length(self, rows: int) -> dict[int, Batch]:
+        return {}
+
 
 class SplitByContent(Sampled):
     """Base of tasks whose rows are drawn from a random generator and parted by their content.

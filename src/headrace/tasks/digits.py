@@ -44,9 +44,6 @@ class Digits(Sampled, ByToken):
         pictures, digits = load()[part]
         return labelled(pictures, digits, torch.arange(min(rows, len(digits))))
 
-    def by_length(self, rows: int) -> dict[int, Batch]:
-        return {}
-
 
 def labelled(pictures: Tensor, digits: Tensor, rows: Tensor) -> Batch:
     labels = torch.full((len(rows), PIXELS), IGNORED)

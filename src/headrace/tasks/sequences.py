@@ -54,9 +54,6 @@ class Sequences(SplitByContent, ByRow):
         """A string for each token that is not padding."""
         return [self.alphabet[i - FIRST] if i >= FIRST else "end" for i in ids.tolist() if i > START]
 
-    def by_length(self, rows: int) -> dict[int, Batch]:
-        return {}
-
 
 @dataclass(frozen=True)
 class Reverse(Sequences):

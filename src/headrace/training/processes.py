@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from ..data.rows import shifted
@@ -87,6 +88,14 @@ class Processes:
 
     def sharing_rows(self) -> AbstractContextManager[object]:
         return nullcontext() if self.row is None else context_parallel(self.row)
+
+    def shared(self, module: nn.Module, unused: bool) -> nn.Module:
+        """A module on the device of this process, with what lets the processes share its gradients. unused: whether a
+        step may give some parameters none."""
+        if self.count == 1:
+            return module
+        devices = None if self.device.type == "cpu" else [self.device]
+        return DistributedDataParallel(module, devices, find_unused_parameters=unused)
 
     def mesh(self, shard: int) -> DeviceMesh:
         """All processes in rows of `shard` consecutive ones."""

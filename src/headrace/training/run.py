@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch.nn.parallel import DistributedDataParallel
 from transformers import set_seed
 
 from ..convert.checkpoint import fetched, read_tokenizer
@@ -242,11 +241,7 @@ def shared_model(model: Any, recipe: Recipe, processes: Processes) -> torch.nn.M
     if recipe.shard > 1:
         shard(model, processes.mesh(recipe.shard))
         return model
-    model.to(processes.device)
-    if processes.count == 1:
-        return model
-    devices = None if processes.device.type == "cpu" else [processes.device]
-    return DistributedDataParallel(model, devices, find_unused_parameters=not recipe.recompute)
+    return processes.shared(model.to(processes.device), unused=not recipe.recompute)
 
 
 def seconds_per_token(recipe: Recipe, devices: int) -> float | None:

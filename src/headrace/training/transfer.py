@@ -22,7 +22,6 @@ from typing import Annotated, Any, Literal
 import torch
 from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
 from ..convert.linearize import attention_of
@@ -201,7 +200,8 @@ def transfer(
         layers in each step.
     """
     processes, device = imitation.processes, imitation.processes.device
-    updates = Updates(_shared(imitation, settings), settings, mean_error, processes, settings.precision)
+    shared = processes.shared(imitation, unused=settings.window_dropout > 0)  # a window that is dropped
+    updates = Updates(shared, settings, mean_error, processes, settings.precision)
     given, diverged = (imitation, data, settings, device), f"the training diverged with --lr={settings.lr:g}"
     zero = "layer {} gives 0, or numbers that are not finite; expected it among --keep"
     before = {i: _finite(error, zero.format(i)) for i, error in errors(*given).items()}
@@ -223,15 +223,6 @@ def transfer(
             if step % settings.save_every == 0 and step < settings.steps:
                 _save(imitation, updates, folder, curve)
     return {"before": before, "after": {i: _finite(error, diverged) for i, error in errors(*given).items()}}, curve
-
-
-def _shared(imitation: Imitation, settings: Transfer) -> nn.Module:
-    """The new layers with what lets the processes share their gradients. A window that is dropped has none."""
-    processes = imitation.processes
-    if processes.count == 1:
-        return imitation
-    devices = None if processes.device.type == "cpu" else [processes.device]
-    return DistributedDataParallel(imitation, devices, find_unused_parameters=settings.window_dropout > 0)
 
 
 def _finite(error: float, cause: str) -> float:
