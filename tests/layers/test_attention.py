@@ -16,6 +16,20 @@ from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.stack import sinusoidal
 from headrace.verification.verify import relative
 
+@pytest.mark.filterwarnings("ignore")  # by torch.jit, of itself and of each number that it takes as a constant
+@pytest.mark.parametrize("mixer", ["transformer", "gqa(kv_heads=2)"])
+def test_model_is_traced(mixer):
+    config = HeadraceConfig(mixer=mixer, vocab_size=29, hidden_size=48, num_heads=6)
+    model = HeadraceForCausalLM(config).eval().requires_grad_(False)  # as torch.jit takes constants
+
+    def logits(ids):
+        return model(ids, use_cache=False).logits
+
+    traced = torch.jit.trace(logits, torch.randint(29, (2, 9)))
+    other = torch.randint(29, (2, 5))
+    assert torch.equal(traced(other), logits(other))
+
+
 # --- layers of others ------------------------------------------------------------------------------------------------
 
 

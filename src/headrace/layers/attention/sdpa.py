@@ -38,7 +38,7 @@ def weigh(
     with sdpa_kernel(SDPBackend.MATH) if lacking and not torch.compiler.is_compiling() else nullcontext():
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), allowed,
-            is_causal=causal, scale=scale, enable_gqa=q.shape[2] != k.shape[2],
+            is_causal=causal, scale=scale, enable_gqa=bool(q.shape[2] != k.shape[2]),  # a tensor where torch.jit traces
         )  # fmt: skip
     return out.transpose(1, 2)
 
