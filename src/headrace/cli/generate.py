@@ -85,7 +85,7 @@ def generate(
     sampling |= {"attention_mask": torch.ones_like(ids), CACHE: cache, "tokenizer": tokenizer}
     with _timed(model, threads, "assistant_model" in sampling or "prompt_lookup_num_tokens" in sampling) as timed:
         printer = Printer(tokenizer, stream, echo, timed) if stream or (timed and timed.measures) else None
-        with torch.inference_mode(), _sampling(checkpoint):
+        with torch.inference_mode(), _sampling(checkpoint, printer):
             out = model.generate(ids, streamer=printer, pad_token_id=tokenizer.eos_token_id, **sampling)
         used = torch.get_num_threads()
     seconds, new = time.perf_counter() - started, out[0, ids.shape[1] :].tolist()
@@ -106,9 +106,9 @@ def _added(tokenizer: Any, before: Tensor, after: Tensor) -> str:
 
 
 @contextmanager
-def _sampling(checkpoint: Path) -> Iterator[None]:
+def _sampling(checkpoint: Path, printer: "Printer | None") -> Iterator[None]:
     """Raises InputError for logits from which our loop or torch.multinomial cannot choose, and for settings of the
-    folder that transformers refuses."""
+    folder that transformers refuses. Ends the line of the printed text, also before an error."""
     try:
         yield
     except RuntimeError as error:
@@ -120,6 +120,9 @@ def _sampling(checkpoint: Path) -> Iterator[None]:
         if not str(error).startswith("`"):  # the name of a setting
             raise
         raise InputError(f"generation_config.json of checkpoint {str(checkpoint)!r} cannot be used: {error}") from error
+    finally:
+        if printer is not None:
+            printer.end()
 
 
 def _timed(model: Any, threads: int | None, drafted: bool) -> AbstractContextManager[Threads | None]:
@@ -171,6 +174,7 @@ class Printer(BaseStreamer):
     def end(self) -> None:
         if self.text is not None:
             print(self.text.rest(), flush=True)
+            self.text = None
 
 
 def _draft(checkpoint: Path, model: Any, tokenizer: Any, weights: str | None) -> Any:

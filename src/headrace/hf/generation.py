@@ -209,9 +209,10 @@ def loop(
     token = choice(ids, logits)
     while True:
         ids = torch.cat([ids, token[:, None]], 1)
+        over = choice.finished(ids)  # before the streamer gets a token of logits that are no numbers
         if streamer is not None:
             streamer.put(token.cpu())
-        if choice.finished(ids):
+        if over:
             if streamer is not None:
                 streamer.end()
             return ids
