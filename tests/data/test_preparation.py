@@ -112,6 +112,16 @@ def test_few_tokens_of_one_long_text_have_held_out_text(tmp_path):
     assert 100 <= len(few["train"]) < 1400
 
 
+@pytest.mark.parametrize(("share", "enough"), [(0.02, 26), (0.1, 20)])
+def test_the_note_of_pieces_says_how_many_documents_are_enough(share, enough, tmp_path, capsys):
+    for count in (enough - 1, enough):
+        lines = [json.dumps({"text": f"text {number} " * 40}) + "\n" for number in range(count)]
+        (tmp_path / f"{count}.jsonl").write_text("".join(lines))
+        command(tmp_path / str(count), [str(tmp_path / f"{count}.jsonl")], length=8, held_out=share)
+        sentence = f"1 piece drawn over the whole text; --held-out {share} takes whole documents of {enough} or more"
+        assert (sentence in " ".join(capsys.readouterr().out.split())) == (count < enough)
+
+
 @pytest.mark.parametrize("count", [None, 20])
 def test_a_tokenizer_is_not_trained_on_more_text_than_the_tokens_need(count, tmp_path, monkeypatch):
     """A data set of the Hub may have a thousand times as much."""

@@ -104,7 +104,9 @@ def prepare(options: PrepareOptions) -> dict[str, Any]:
 
 def print_counts(manifest: dict[str, Any]) -> None:
     """Prints the numbers of documents, tokens, rows and bytes of prepared data."""
+    from ..data.held_out import FEW
     from ..data.parts import left_out
+    from ..report.numbers import count
 
     names = ("documents", "tokens", "rows", "bytes")
     table = Table("", *names)
@@ -112,7 +114,9 @@ def print_counts(manifest: dict[str, Any]) -> None:
         table.add_row(part, *(f"{manifest[part][name]:,}" for name in names))
     terminal().print(table)
     if pieces := manifest.get("held_out_pieces"):
-        print(f"held out: {pieces} piece{'s' * (pieces > 1)} drawn over the whole text, as there are few documents")
+        share = manifest["held_out_share"]
+        enough = f"--held-out {share:g} takes whole documents of {max(FEW, int(0.5 / share) + 1):,} or more"
+        print(f"held out: {count(pieces, 'piece')} drawn over the whole text; {enough}")
     for sentence in left_out(manifest.get("bad_rows", {})):
         print(sentence)
 

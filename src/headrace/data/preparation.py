@@ -164,7 +164,7 @@ def _written(plan: Preparation, choice: Choice, tokens: PreTrainedTokenizerFast,
     if empty := next((name for name in parts.SPLITS if not counts[name]["tokens"]), None):
         raise InputError(f"no text is left as {empty}; expected more text or another --held-out")
     longer = f"--length {plan.length} is longer than the training text of {counts['train']['tokens']} tokens"
-    require(counts["train"]["tokens"] >= plan.length, f"{longer}; expected less")
+    require(counts["train"]["tokens"] >= plan.length, f"{longer}; expected more text, or a smaller --length")
     return counts | {"bad_rows": bad}
 
 
