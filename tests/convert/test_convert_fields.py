@@ -22,7 +22,7 @@ FLASH: dict[str, dict] = {
     "transformer": {}, "forgetting_transformer": {}, "mamba3": {},
     "log_linear_mamba2": {},
 }  # fmt: skip
-VARIANTS = {"llama": "base", "olmo3": "base", "mamba2": "base", "qwen3_next": "linear layers alone"}
+VARIANTS = {"qwen3_next": "linear layers alone"}
 
 
 @torch.no_grad()
@@ -61,6 +61,7 @@ EDITED = {
     "fields that transformers does not read": (
         "llama", (), {"is_llama_config": True, "rope_interleaved": True, "output_gate_activation": "sigmoid"}
     ),
+    "groups of heads that the class does not have": ("gpt_neox", (), {"num_key_value_heads": 2}),
     "fields of other models as if they were absent": (
         "llama", (), {"is_causal": True, "sliding_window": None, "quantization_config": None}
     ),
@@ -74,6 +75,8 @@ EDITED = {
 REFUSED = {
     # which transformers reads of every model, whether its class has them or not
     "is_causal=False": ("llama", (), {"is_causal": False}),
+    "head_dim=16; expected None": ("gpt_neox", (), {"head_dim": 16}),  # of the rotation alone
+    "head_dim=4; expected None": ("stablelm", (), {"head_dim": 4}),
     "sliding_window=4": ("llama", (), {"sliding_window": 4}),
     "per_layer_config={": ("llama", (), {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}),
     "quantization_config={": ("llama", (), {"quantization_config": {"bits": 4}}),
@@ -100,7 +103,7 @@ REFUSED = {
 @pytest.mark.parametrize("edit", EDITED)
 def test_configs_of_other_versions_are_read(edit, tmp_path):
     form, without, settings = EDITED[edit]
-    save(described(form, VARIANTS[form]), tmp_path)
+    save(described(form, VARIANTS.get(form, "base")), tmp_path)
     assert error(rewrite(tmp_path, without, **settings)) < 1e-12
 
 
@@ -117,7 +120,7 @@ def test_width_that_no_ratio_gives_exactly(tmp_path):
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_unsupported_field_is_named(sentence, tmp_path):
     form, without, settings = REFUSED[sentence]
-    save(described(form, VARIANTS[form]), tmp_path)
+    save(described(form, VARIANTS.get(form, "base")), tmp_path)
     rewrite(tmp_path, without, **settings)
     assert sentence in refused(lambda: import_checkpoint(tmp_path))
 

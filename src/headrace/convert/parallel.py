@@ -21,6 +21,7 @@ DENSE = "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"
 
 def gpt_neox(c: Fields) -> Model:
     """The head is called embed_out in checkpoints, and lm_head in transformers' class."""
+    c.only("head_dim", None)  # of the rotation alone
     c.ignore("hidden_dropout", "classifier_dropout", "is_decoder")
     spec = attention(c, partial=True, bias=c["attention_bias"])
     order: Any = "parallel" if c["use_parallel_residual"] else "pre"
@@ -141,6 +142,7 @@ def up_down(up: str, down: str, bias: bool = True) -> Views:
 
 def stablelm(c: Fields) -> Model:
     c.only("qk_layernorm", False)
+    c.only("head_dim", None)  # of the rotation alone
     c.ignore("hidden_dropout")
     joint, spec = c["use_parallel_residual"], attention(c, partial=True, bias="qkv" if c["use_qkv_bias"] else False)
     style = style_of(c, norm="layer-bias", order="parallel-joint" if joint else "pre")

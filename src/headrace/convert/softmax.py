@@ -24,7 +24,7 @@ def attention(c: Fields, partial: bool = False, parameters: Config | None = None
     """Returns the spec of attention by the fields that most formats share. partial, parameters: as in `rotation`;
     options: the spec's other fields."""
     H, D = c["num_attention_heads"], c["hidden_size"]
-    groups, d = c.get("num_key_value_heads") or H, c.get("head_dim") or D // H
+    groups, d = c.of_class("num_key_value_heads") or H, c.get("head_dim") or D // H
     heads: Config = {"kv_heads": None if groups == H else groups, "head_dim": None if d * H == D else d}
     positions = rotation(c, d, partial, parameters) if options.get("rotary", True) else Rope()
     return AttentionSpec(**heads, rope=positions, **options)
