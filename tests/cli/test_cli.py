@@ -132,6 +132,15 @@ MISTAKES = {
     "eval notes --suite piqa --lengths 0": "--lengths=0; expected positive integers",
     "eval notes --suite piqa --limit 0": "--limit=0",
     "eval notes --suite piqa --data nowhere": "expected a folder",
+    "eval notes --suite piqa --data nowhere --output deep/er": "expected a folder",
+    "prepare short.txt empty.txt --held-out 1 --output deep/er/new": "--held-out 1.0; expected a fraction between",
+    "prepare missing.txt --output deep/er/new": "source 'missing.txt' is not a file; expected text",
+    "convert notes --output deep/er/new": "checkpoint 'notes'",
+    "export notes --to onnx --output deep/er/new": "checkpoint 'notes'",
+    "retrofit notes --output deep/er/new": "checkpoint 'notes'",
+    "linearize notes --data other --output deep/er/new": "--data 'other' is not a folder written by",
+    "bench --mixers notes/ --output deep/er": "checkpoint 'notes'",
+    "curves notes --output deep/er/a.png": "notes",
     "eval notes --suite needle --lengths a": "--lengths=a; expected positive integers",
     "prepare --task mqar --held-out 0.1 --output new": "--held-out has no effect with --task",
     "prepare a.txt --rows 5 --output new": "--rows has no effect without --task",
@@ -209,7 +218,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("command", MISTAKES)
 def test_user_errors_print_one_sentence_and_exit_with_2(run_command, command, folder):
-    """And no file is left."""
+    """And no file or folder is left."""
     before = files(folder)
     code, out, error = run_command(*command.split())
     assert (code, out) == (2, "")
@@ -218,7 +227,7 @@ def test_user_errors_print_one_sentence_and_exit_with_2(run_command, command, fo
 
 
 def files(folder):
-    return {path for path in folder.rglob("*") if path.is_file()}
+    return {*folder.rglob("*")}
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])

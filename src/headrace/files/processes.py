@@ -30,12 +30,12 @@ MOST = 1024  # processes, or threads of PyTorch, which begins as many as it is t
 
 @contextmanager
 def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
-    """Locks a folder until the block or the process ends. Creates the folder if necessary, and deletes it again if
-    nothing was written to it. Yields a description of this process.
+    """Locks a folder until the block or the process ends. Creates the folder and those around it if necessary, and
+    deletes again those to which nothing was written. Yields a description of this process.
 
     file: the lock file, by default in the folder. Forked processes share the lock with their parent.
     Raises InputError if another process holds the lock, or if the folder cannot be written."""
-    file, fresh = folder / LOCK if file is None else file, not folder.exists()
+    file, fresh = folder / LOCK if file is None else file, [p for p in (folder, *folder.parents) if not p.exists()]
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         held = _acquire(folder, file)
@@ -56,9 +56,9 @@ def locked(folder: Path, file: Path | None = None) -> Iterator[str]:
         finally:
             if POSIX:
                 file.unlink(missing_ok=True)
-            if fresh:
-                with suppress(OSError):  # it is a file, or not empty
-                    folder.rmdir()
+            for made in fresh:
+                with suppress(OSError):  # it is a file, not empty, or was never made
+                    made.rmdir()
     if not POSIX:  # Windows deletes only what no process has open
         with suppress(PermissionError):
             file.unlink(missing_ok=True)
