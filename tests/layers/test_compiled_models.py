@@ -48,6 +48,16 @@ def test_compiled_training_equals_uncompiled():
     gradients_agree(results, loss_and_gradients(model, model, ids), 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`:FutureWarning")  # its successor's name is new
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_compiled_training_with_checkpoints_is_one_graph(reentrant):
+    model, ids = build("hybrid").train(), torch.randint(1, SIZES["vocab_size"], (2, 9))
+    expected = loss_and_gradients(model, model, ids)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    gradients_agree(loss_and_gradients(model, compiled(model, "aot_eager"), ids), expected, 1e-5)
+
+
 @pytest.mark.slow(seconds=30)
 @pytest.mark.parametrize(
     ("mixer", "backend"),

@@ -225,7 +225,7 @@ class HeadraceModel(HeadracePreTrainedModel):
             last, states = self.backbone.prefill(x, past, mask)
             return [last], states
         inputs: list[Tensor] | None = [] if every else None
-        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs}
+        where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs, "keep": use_cache}
         last, states = self.backbone(x, past, **where)
         if isinstance(maps := wanted(), list) and x.shape[1]:  # before the cache gets the states
             names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))

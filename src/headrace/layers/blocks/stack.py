@@ -86,7 +86,7 @@ class Backbone(nn.Module):
     def forward(
         self, x: Tensor, states: Sequence[Any] | None = None, *, mask: Tensor | None = None,
         cu_seqlens: Tensor | Sequences | None = None, inputs: list[Tensor] | None = None,
-        memories: Sequence[Any] | None = None, in_place: bool = False,
+        memories: Sequence[Any] | None = None, in_place: bool = False, keep: bool = True,
     ) -> tuple[Tensor, list[Any]]:  # fmt: skip
         """Applies the positions, the blocks and the final norm.
 
@@ -99,6 +99,7 @@ class Backbone(nn.Module):
             memories: the result of `remember` for the other sequence, if blocks have cross-attention.
             in_place: whether `states` may be overwritten, after which they must not be used. Otherwise they are not
                 changed.
+            keep: whether to return the next states, which a checkpointed block of a graph cannot; False: [].
 
         Returns:
             (x [B, T, D], the next states: of the positions, if the style has any, then of each layer: of the shared
@@ -133,9 +134,10 @@ class Backbone(nn.Module):
                 beside = next(shared)(x, embedded, layer.adapters, own, **where, **how, next_states=new)
                 after += new.data
             own, new = UserList(islice(before, layer.states)), UserList()  # a compiled block takes an empty one
-            x = layer(x, own, beside, **where, memory=memory, carried=carried, **how, next_states=new)
+            kept = new if keep else None
+            x = layer(x, own, beside, **where, memory=memory, carried=carried, **how, next_states=kept)
             after += new.data
-        return self.norm(x), after
+        return self.norm(x), after if keep else []
 
     def prefill(self, x: Tensor, states: Sequence[Any] | None, mask: Tensor | None) -> tuple[Tensor, list[Any]]:
         """Computes `forward` in place, without a gradient. If all layers are recurrent, it computes PIECE tokens at a
