@@ -107,6 +107,14 @@ def test_compiled_decoding_equals_uncompiled():
     assert mine.get_seq_length() == 12
 
 
+@torch.no_grad()
+def test_compiled_model_has_maps():
+    model, ids = build("hybrid").eval(), torch.randint(1, SIZES["vocab_size"], (2, 9))
+    maps = compiled(model, "eager")(ids, output_attentions=True).attentions
+    for own, expected in zip(maps, model(ids, output_attentions=True).attentions, strict=True):
+        close(own, expected, 1e-5)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled_model_keeps_its_own_cache():

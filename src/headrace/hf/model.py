@@ -227,10 +227,10 @@ class HeadraceModel(HeadracePreTrainedModel):
         inputs: list[Tensor] | None = [] if every else None
         where = {"mask": mask, "cu_seqlens": pack, "in_place": in_place, "inputs": inputs, "keep": use_cache}
         last, states = self.backbone(x, past, **where)
-        if isinstance(maps := wanted(), list) and x.shape[1]:  # before the cache gets the states
+        if wanted() == [] and x.shape[1]:  # before the cache gets the states
             names = ", ".join(sorted({zoo.name_of(spec) for spec in self.config.mixers}))
             reason = "whose heads have no single weight for a pair of tokens; expected a mixer that has"
-            require(bool(maps), f"output_attentions=True with {names}, {reason}")
+            raise InputError(f"output_attentions=True with {names}, {reason}")
         block: Any = self.layers[0]
         how = block._gradient_checkpointing_func.keywords if getattr(block, "gradient_checkpointing", False) else {}
         if use_cache and last.requires_grad and block.training and how.get("use_reentrant"):
