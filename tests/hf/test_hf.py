@@ -479,11 +479,13 @@ def test_short_loop_says_that_a_text_is_longer_than_the_longest(monkeypatch):
 
 
 def test_tokens_on_another_device_take_the_loop_of_transformers(monkeypatch):
-    """It moves them to the model for each call."""
+    """It moves them to the model for each call, but compares those of a draft where they are."""
     model, ids = build("gla").float().eval(), tokens(1)
     monkeypatch.setattr(HeadraceForCausalLM, "device", torch.device("meta"))  # in place of a GPU
     model.generate(ids, max_new_tokens=2, pad_token_id=0, attention_mask=torch.ones_like(ids))
     assert model.engine.graph_refused == "the last generation had its tokens on another device"
+    with pytest.raises(InputError, match="input_ids is on cpu; expected meta, the model's device"):
+        model.generate(ids, prompt_lookup_num_tokens=2, max_new_tokens=2, pad_token_id=0)
 
 
 def _noted(function, calls):

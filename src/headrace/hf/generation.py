@@ -386,11 +386,14 @@ class HeadraceGenerationMixin(GenerationMixin):  # transformers finds this word 
         return speculative(generator, self, model_kwargs[CACHE])
 
     def _assisted_decoding(self, input_ids, *args, **kwargs):
-        """Assisted generation of transformers, with `speculative`. Raises InputError for a cache with columns."""
+        """Assisted generation of transformers, with `speculative`. Raises InputError for a cache with columns, and
+        for tokens on another device."""
         if (cache := kwargs.get(CACHE)) is None:
             raise InputError("use_cache=False with a draft model or prompt lookup; expected a cache, which goes back")
         kind = f"past_key_values is a {type(cache).__name__}"
         require(isinstance(cache, HeadraceCache), f"{kind}; expected a HeadraceCache, which goes back")
+        where = f"input_ids is on {input_ids.device}; expected {self.device}, the model's device, with"
+        require(input_ids.device == self.device, f"{where} a draft model or prompt lookup")
         columns = f"past_key_values has {cache.columns} columns"
         require(not cache.is_initialized, f"{columns}; expected an empty cache with a draft model or prompt lookup")
         config = kwargs["generation_config"]
