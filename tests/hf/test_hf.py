@@ -119,6 +119,15 @@ def test_copies_of_a_cache_are_continued_separately(model):
     assert cache.columns == copies[0].columns and all(torch.equal(first, other) for other in others)
 
 
+def test_copy_of_a_cache_has_the_gradient_of_its_states(model):
+    ids, cache = tokens(2), model(tokens(2), use_cache=True).past_key_values
+    cache.snapshot()
+    losses = [model(ids, past_key_values=each, labels=ids).loss for each in (deepcopy(cache), cache)]
+    where = {"inputs": [*model.parameters()], "allow_unused": True, "retain_graph": True}
+    own, expected = (torch.autograd.grad(loss, **where) for loss in losses)
+    assert all(x is y is None or torch.equal(x, y) for x, y in zip(own, expected, strict=True))
+
+
 @torch.no_grad()
 def test_both_argument_names_of_the_cache_work():
     """transformers 5.24 calls past_key_values cache."""

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from itertools import chain, islice
 from typing import Any
@@ -53,6 +54,15 @@ class HeadraceCache(Cache):
         self.snapshots = Snapshots()
         self.drafts: list[tuple[int, int]] = []  # (proposed, accepted) tokens of each call of assisted generation
         self._counts: list[int] = []  # number of states of each layer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "HeadraceCache":
+        """Also of states with a gradient, which PyTorch does not copy: the copy's states have the same."""
+        held = [self.covered_states or [], *(each.states for each in self.snapshots.taken)]
+        states = [state for part in held for state in part if isinstance(state, tuple)]
+        memo.update({id(x): x.clone() for x in tensors(states) if not x.is_leaf})
+        other = HeadraceCache()
+        other.__dict__.update(deepcopy(self.__dict__, memo))
+        return other
 
     @property
     def states(self) -> list[Any] | None:
