@@ -117,6 +117,8 @@ MISTAKES = {
     "prepare a.txt --task mqar --output new": "prepare has both text sources and --task; expected one of them",
     "prepare --task mqar --train-bpe 300 --output new": "--train-bpe has no effect with --task",
     "prepare a.txt --tokens 0.5 --output new": "--tokens 0.5; expected an integer",
+    "prepare a.txt --tokens 1e300 --output new": "--tokens 1e+300; expected an integer of less than 2^63",
+    "generate notes --prompt a --save-state short.txt/state": "'short.txt/state' cannot be written: '",
     "prepare a.txt --tokens -1 --output new": "--tokens -1; expected at least 1",
     "prepare --task mqar --tokens 1 --output new": "--tokens has no effect with --task",
     "prepare --task needle(length=8) --length 9 --output new": "'length' is set twice, by --task and --length",

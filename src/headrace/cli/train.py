@@ -63,8 +63,8 @@ class PrepareOptions:
             refuse_idle("with --task", **{name: getattr(self, name) for name in OF_TEXT})
             if twice := self.given("tokenizer", "length").keys() & zoo.expression(self.task, "--task")[1]:
                 raise InputError(f"{min(twice)!r} is set twice, by --task and --{min(twice)}; expected it once")
-        if self.tokens is not None and not float(self.tokens).is_integer():
-            raise InputError(f"--tokens {self.tokens:g}; expected an integer")
+        if self.tokens is not None and not (float(self.tokens).is_integer() and self.tokens < 2**63):
+            raise InputError(f"--tokens {self.tokens:g}; expected an integer of less than 2^63")
 
     def given(self, *names: str) -> dict[str, Any]:
         """Those of these options that are set."""

@@ -8,6 +8,7 @@ Dimensions: B batch, L tokens.
 """
 
 import hashlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -119,9 +120,13 @@ def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCa
 
 
 def check_new(path: str | Path, replace: bool = False) -> None:
-    """Raises InputError if the file of a state to be saved exists, unless it may be replaced."""
+    """Raises InputError if the file of a state to be saved exists, unless it may be replaced, and if its folder can
+    neither be written nor made."""
     check_path(path)
     require(replace or not Path(path).exists(), f"{str(path)!r} exists; expected the name of a new file")
+    folder = next(parent for parent in Path(path).absolute().parents if parent.exists())
+    can = folder.is_dir() and os.access(folder, os.W_OK)
+    require(can, f"{str(path)!r} cannot be written: {str(folder)!r} is no folder that can")
 
 
 def check_path(path: Any) -> None:
