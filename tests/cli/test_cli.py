@@ -1,10 +1,12 @@
 """The command line: what a user gets wrong is one sentence and exit code 2, never a traceback."""
 
+import errno
 import io
 import json
 import os
 import re
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -21,6 +23,7 @@ from headrace.ops import dispatch
 from headrace.ops.backends.base import Kernel
 from headrace.report import catalog
 from headrace.spec import AttentionSpec, Decay, MixerSpec, Read, to_json
+from headrace.utils.errors import InputError
 from headrace.verification.errors import Row
 
 
@@ -230,6 +233,12 @@ def test_user_errors_print_one_sentence_and_exit_with_2(run_command, command, fo
 
 def files(folder):
     return {*folder.rglob("*")}
+
+
+def test_a_file_where_a_folder_is_to_be_is_an_error_of_its_option():
+    error = FileExistsError(errno.EEXIST, "", "short.txt")
+    with pytest.raises(InputError, match="^--output 'short.txt/a/b.png' cannot be written: File exists$"):
+        app.check_written(error, {"output": Path("short.txt/a/b.png")})
 
 
 @pytest.mark.parametrize("command", ["generate", "inspect"])

@@ -94,6 +94,7 @@ def check_written(error: Exception, options: dict[str, Any]) -> None:
         if (path := options.get(name)) is None:
             continue
         beside = file is not None and Path(file).parent == path.parent and path.name in Path(file).name
+        beside |= file is not None and Path(file) in path.parents  # a file where a folder is to be
         if beside or (file is None and code in UNWRITABLE):
             named = f"--{name.replace('_', '-')} {str(path)!r}" + ("" if beside else ", or what is printed,")
             raise InputError(f"{named} cannot be written: {os.strerror(code)}") from error
