@@ -237,7 +237,7 @@ def files(folder):
 
 def test_a_file_where_a_folder_is_to_be_is_an_error_of_its_option():
     error = FileExistsError(errno.EEXIST, "", "short.txt")
-    with pytest.raises(InputError, match="^--output 'short.txt/a/b.png' cannot be written: File exists$"):
+    with pytest.raises(InputError, match=r"^--output 'short.txt/a/b\.png' cannot be written: File exists$"):
         app.check_written(error, {"output": Path("short.txt/a/b.png")})
 
 
