@@ -522,7 +522,7 @@ def test_a_refused_preparation_leaves_nothing(jsonl, tmp_path):
     for sentence, plan in refusals.items():
         with pytest.raises(InputError, match=sentence):
             prepare(plan, tmp_path / "new" / "data")
-        assert not [*(tmp_path / "new").iterdir()]
+        assert not (tmp_path / "new").exists()
 
 
 def test_an_existing_folder_and_a_link_to_nothing_are_refused_at_once(jsonl, tmp_path):

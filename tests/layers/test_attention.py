@@ -10,11 +10,13 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from attention_layers import D, H, agree, d, layer
 from headrace import InputError, layers, zoo
+from headrace.hf import HeadraceConfig, HeadraceForCausalLM
 from headrace.history.layers.distance import DistanceBias, bucket
 from headrace.history.layers.flash import flash_attention
 from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.stack import sinusoidal
 from headrace.verification.verify import relative
+
 
 @pytest.mark.filterwarnings("ignore")  # by torch.jit, of itself and of each number that it takes as a constant
 @pytest.mark.parametrize("mixer", ["transformer", "gqa(kv_heads=2)"])

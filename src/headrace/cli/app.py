@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from .. import __version__
-from ..files.hub import check_source
+from ..files.hub import ask_hub, check_config, is_on_the_hub
 from ..files.memory import fitting
 from ..utils import plugins
 from ..utils.errors import InputError
@@ -207,8 +207,8 @@ def for_typer(name: str, command: Command) -> Callable:
     def run(plugin: list[str] | None = None, **options: Any) -> None:
         with needing(command.extra, name):
             check_names(options)
-            if "checkpoint" in options:
-                check_source(options["checkpoint"])  # before PyTorch is imported, which takes seconds
+            if (checkpoint := options.get("checkpoint")) is not None:  # before PyTorch is imported, which takes seconds
+                ask_hub() if is_on_the_hub(checkpoint) else check_config(Path(checkpoint))
             plugins.load(plugin or ())
             try:
                 command.run(**options)

@@ -32,16 +32,6 @@ def tokenizer_is_elsewhere(name: str | None) -> bool:
     return name not in (None, "bytes") and Path(name).suffix != ".json" and not Path(name).exists()
 
 
-def check_source(checkpoint: str | Path) -> str | Path:
-    """Returns what a command is to read: the name of a checkpoint on the Hub, a folder, or a GGUF file. InputError as
-    `check_config`."""
-    if is_on_the_hub(checkpoint):
-        ask_hub()
-    else:
-        check_config(Path(checkpoint))
-    return checkpoint
-
-
 def hub_answers() -> bool:
     """Whether the Hugging Face Hub, or the place of it that HF_ENDPOINT names, answers to one request. Its client and
     datasets repeat each of many requests for a minute."""
