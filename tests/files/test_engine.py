@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ from groups import begin, begun_by, forked, wait_for
 from headrace.files import engine, environment
 from headrace.files.engine import Claim, Point, run
 from headrace.files.hub import ask_hub, check_config, hub_answers, is_on_the_hub
-from headrace.files.processes import locked
+from headrace.files.processes import interrupts_later, locked
 from headrace.files.results import NOT_FINITE
 from headrace.utils.errors import InputError, VersionWarning
 
@@ -251,6 +252,16 @@ def test_workers_know_the_functions_of_a_module_that_was_run_by_its_name(tmp_pat
     )
     module = "import runpy; runpy.run_module('named', run_name='__main__', alter_sys=True)"
     assert fresh.output(module, folder=tmp_path, PYTHONPATH=str(tmp_path)) == "42\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no masks of signals")
+def test_ctrl_c_while_workers_begin_counts_once_they_have_begun():
+    """And does not reach them."""
+    code, said = "import os, signal; os.kill(os.getpid(), signal.SIGINT); print('goes on')", []
+    with pytest.raises(KeyboardInterrupt), interrupts_later():
+        os.kill(os.getpid(), signal.SIGINT)
+        said.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
+    assert said == ["goes on\n"]
 
 
 def test_a_checkpoint_that_a_run_does_not_have_is_not_asked_of_the_hub(tmp_path, monkeypatch):

@@ -19,8 +19,8 @@ from ..files.memory import fitting
 from ..utils import plugins
 from ..utils.errors import InputError
 from . import compare, evaluate, linearize, train, use, verify
-from .console import Interrupted, Plugins, needing, printable
-from .options import option
+from .console import Interrupted, needing, printable
+from .options import Plugins, option
 
 # Errors of a full disk, or of a path that this user cannot write, or nobody.
 UNWRITABLE = {

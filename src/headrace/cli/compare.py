@@ -14,8 +14,8 @@ from ..report import catalog
 from ..report.numbers import count
 from ..spec.serialize import to_json
 from ..utils.errors import InputError, require
-from .console import Device, interruptible, refuse_idle, terminal
-from .options import argument, option, setting, takes
+from .console import interruptible, refuse_idle, terminal
+from .options import Device, argument, option, setting, takes
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the commands share: parameters, the terminal, progress, interruption, and the check for missing packages."""
+"""What the commands share: the terminal, progress, interruption, and the check for missing packages."""
 
 import sys
 import threading
@@ -7,48 +7,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
 
 from ..files.checks import decode
-from ..files.processes import MOST, Terminated, terminable
+from ..files.processes import Terminated, terminable
 from ..spec.record import LARGEST
 from ..utils import extras
 from ..utils.errors import InputError, require
-from .options import argument, option
 
 T = TypeVar("T")
 HEARTBEAT = 60.0  # seconds without a line after which the current line is repeated
-
-Checkpoint = Annotated[
-    Path,
-    argument(
-        "Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, a GGUF file, "
-        "or a name on the Hugging Face Hub."
-    ),
-]
-NewFolder = Annotated[Path, option("Folder to create. An existing folder is refused.")]
-Device = Annotated[
-    str | None,
-    option("Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU).", default="auto"),
-]
-Weights = Annotated[
-    str | None,
-    option("Linear layers in int8, or in bfloat16 with all arithmetic as before. On a CPU.", default="as they are"),
-]
-FASTEST = "the fastest of all, half and 1, measured in the first steps"
-Threads = Annotated[int | None, option("Number of threads on a CPU.", default=FASTEST, least=1, most=MOST)]
-PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", "--file", default="standard input")]
-Plugins = Annotated[
-    list[str] | None,
-    option(
-        "Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside "
-        "those of HEADRACE_PLUGINS and of installed packages.",
-        "--plugin", default="none", show_default=False,
-    ),
-]  # fmt: skip
 
 
 def printable(text: str) -> str:

@@ -14,19 +14,8 @@ from ..files.hub import ask_hub, check_config
 from ..files.processes import MOST, locked, locked_beside
 from ..utils.errors import require
 from ..utils.integrity import atomic
-from .console import (
-    Checkpoint,
-    Device,
-    PromptFile,
-    Threads,
-    interruptible,
-    numbers,
-    read_prompt,
-    telling,
-    terminal,
-    track,
-)  # fmt: skip
-from .options import argument, setting, takes
+from .console import interruptible, numbers, read_prompt, telling, terminal, track
+from .options import Checkpoint, Device, PromptFile, Threads, argument, setting, takes
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from ..files.results import finite, restored
 from ..spec.linear import MixerSpec
 from ..utils.errors import InputError, reading, require
 from ..utils.integrity import digest, write_json
-from .console import Checkpoint, Device, NewFolder, Threads, interruptible, refuse_idle, telling, terminal
-from .options import setting, takes
+from .console import interruptible, refuse_idle, telling, terminal
+from .options import Checkpoint, Device, NewFolder, Threads, setting, takes
 
 CHECKPOINTS = "transfer/checkpoint-*/complete.json"  # from which a command goes on
 REPORT = "linearize.json"

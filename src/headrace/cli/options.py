@@ -1,4 +1,5 @@
-"""Functions of a frozen record of options, as Typer and a notebook call them: with the record's fields."""
+"""Functions of a frozen record of options, as Typer and a notebook call them: with the record's fields; and the options
+that several commands have."""
 
 import inspect
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
+from ..files.processes import MOST
 from ..utils.errors import InputError, require, shown
 
 T = TypeVar("T")
@@ -136,3 +138,33 @@ def _is(value: Any, kind: Any) -> bool:
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
     return isinstance(value, int | float if kind is float else kind) and not (kind is Path and "\0" in str(value))
+
+
+# --- of several commands ---
+Checkpoint = Annotated[
+    Path,
+    argument(
+        "Folder of a checkpoint, as `train`, `convert` or `save_pretrained` of transformers write it, a GGUF file, "
+        "or a name on the Hugging Face Hub."
+    ),
+]
+NewFolder = Annotated[Path, option("Folder to create. An existing folder is refused.")]
+Device = Annotated[
+    str | None,
+    option("Device: cpu, cuda, cuda:1, mps, or auto (an accelerator before the CPU).", default="auto"),
+]
+Weights = Annotated[
+    str | None,
+    option("Linear layers in int8, or in bfloat16 with all arithmetic as before. On a CPU.", default="as they are"),
+]
+FASTEST = "the fastest of all, half and 1, measured in the first steps"
+Threads = Annotated[int | None, option("Number of threads on a CPU.", default=FASTEST, least=1, most=MOST)]
+PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", "--file", default="standard input")]
+Plugins = Annotated[
+    list[str] | None,
+    option(
+        "Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside "
+        "those of HEADRACE_PLUGINS and of installed packages.",
+        "--plugin", default="none", show_default=False,
+    ),
+]  # fmt: skip

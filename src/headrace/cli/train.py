@@ -12,8 +12,8 @@ from .. import zoo
 from ..files.hub import ask_hub, is_on_the_hub, tokenizer_is_elsewhere
 from ..files.processes import MOST
 from ..utils.errors import InputError
-from .console import NewFolder, interruptible, refuse_idle, terminal
-from .options import argument, option, setting, takes
+from .console import interruptible, refuse_idle, terminal
+from .options import NewFolder, argument, option, setting, takes
 
 GIGA = 1e9
 PICTURES = (".png", ".pdf", ".svg")

@@ -15,19 +15,8 @@ from typing import Annotated, Any
 from ..files.hub import GGUF
 from ..files.processes import new_folder
 from ..utils.errors import InputError, require
-from .console import (
-    Checkpoint,
-    Device,
-    NewFolder,
-    PromptFile,
-    Threads,
-    Weights,
-    interruptible,
-    needing,
-    read_prompt,
-    refuse_idle,
-)  # fmt: skip
-from .options import argument, setting, takes
+from .console import interruptible, needing, read_prompt, refuse_idle
+from .options import Checkpoint, Device, NewFolder, PromptFile, Threads, Weights, argument, setting, takes
 
 SEEDS = 2**32  # one of them is drawn where none is given
 # Files that `convert` and `export` copy unchanged: the generation settings, and the tokenizer in any of its formats.

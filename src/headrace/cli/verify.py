@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import zoo
-from .console import Device, interruptible, refuse_idle, telling, terminal, track
-from .options import argument, setting, takes
+from .console import interruptible, refuse_idle, telling, terminal, track
+from .options import Device, argument, setting, takes
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,22 @@ def handling(handler: Callable[[int, Any], None] | signal.Handlers, *signals: in
             signal.signal(number, previous)
 
 
+@contextmanager
+def interrupts_later() -> Iterator[None]:
+    """Ctrl-C in the block raises KeyboardInterrupt behind it. Processes that begin in the block are never interrupted:
+    they inherit the mask of signals."""
+    heard: list[int] = []
+    with handling(lambda number, frame: heard.append(number), signal.SIGINT):
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if POSIX else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if heard:
+        raise KeyboardInterrupt
+
+
 def terminable() -> AbstractContextManager[None]:
     """Makes SIGTERM raise Terminated within the block."""
 

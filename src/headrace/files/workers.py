@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from ..utils import plugins
 from ..utils.errors import GateWarning, InputError, reading
 from .devices import see_only
-from .processes import MOST, handling
+from .processes import MOST, interrupts_later
 
 Listen = Callable[[int, Any], None]  # (index of a job, what it reports)
 SHARED = ["headrace.hf"]  # to import this takes seconds, longer than a small job
@@ -76,8 +76,7 @@ def distribute(call: Callable, jobs: Sequence[tuple], devices: Sequence[str], li
         free_devices.put(device)
     size, given = min(len(devices), len(jobs)), (events, free_devices, dict(os.environ), list(plugins.LOADED))
     with ProcessPoolExecutor(size, how, initialize_worker, given) as executor, ended_by_errors(executor):
-        # Workers inherit both: only this process handles Ctrl-C.
-        with handling(signal.SIG_IGN, signal.SIGINT), without_main():
+        with interrupts_later(), without_main():  # both are inherited by the workers
             futures = {executor.submit(call_in_worker, call, i, job) for i, job in enumerate(jobs)}
         wait_for(futures, events, listen)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..convert.checkpoint import read_tokenizer
-from ..files.processes import end_with_parent, handling
+from ..files.processes import end_with_parent, interrupts_later
 from .refusals import Refused, failed
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ def import_ahead() -> None:
         from multiprocessing.forkserver import ensure_running
 
         CONTEXT.set_forkserver_preload([__name__])
-        with handling(signal.SIG_IGN, signal.SIGINT):  # Ctrl-C is for the server
+        with interrupts_later():
             ensure_running()
 
 
