@@ -26,7 +26,7 @@ class OffsetRMSNorm(nn.RMSNorm):
 def add_and_norm(norm: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x + y and norm(x + y) for x and y [B, T, D], by one kernel where it computes them."""
     alike = x.shape == y.shape and x.dtype == y.dtype
-    if alike and is_plain(norm, nn.RMSNorm) and norm.eps is not None and elementwise.computes("auto", x[:, :, None]):
+    if alike and is_plain(norm, nn.RMSNorm) and norm.eps is not None and elementwise.computes("auto", x[:, :, None], y):
         return elementwise.NormOfSum.apply(x, y, norm.weight, norm.eps)
     x = x + y
     return x, norm(x)

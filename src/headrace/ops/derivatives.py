@@ -49,16 +49,15 @@ def check_transforms(what: str, instead: str, inputs: tuple) -> None:
         raise InputError(f"{what} has no gradient inside a transform of torch.func{instead}")
 
 
-def refuse_transforms(what: str) -> None:
-    """Raises InputError under torch.func and forward-mode differentiation."""
-    if transformed():
-        raise InputError(f"{what} has no rules for torch.func or forward-mode derivatives; expected torch.autograd")
+def recorded() -> bool:
+    """Whether PyTorch records its operators, in a graph or a trace. A launch of a kernel would not be recorded."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return traced or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def apply_function(function: type[torch.autograd.Function], what: str, *inputs):
-    """Returns function.apply(*inputs), where `refuse_transforms` lets it."""
-    refuse_transforms(what)
-    return function.apply(*inputs)
+def settled(x: Tensor) -> Tensor:
+    """Returns x contiguous, as a copy if it is a collective's result, which has no memory before something waits."""
+    return x.clone(memory_format=torch.contiguous_format) if hasattr(x, "wait") else x.contiguous()
 
 
 def has_address(x: Tensor) -> bool:

@@ -75,3 +75,12 @@ def test_one_token_after_its_history(channels, rows, width, silu, bias, in_place
     y, after = convolve(conv.float(), x, history, Sequences(x, None), "triton", silu, in_place)
     assert relative(y.double(), exact[0]) <= 1e-6 and after.equal(exact[1].float())
     assert (after is history) == in_place and (in_place or history.equal(kept))
+
+
+def test_autograd_is_told_that_a_history_was_overwritten():
+    conv, x, history = nn.Conv1d(3, 3, 2, groups=3), torch.randn(1, 1, 3), torch.randn(1, 1, 3)
+    y = history * torch.ones(3, requires_grad=True)
+    with torch.no_grad():
+        convolve(conv, x, history, Sequences(x, None), "triton", in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()

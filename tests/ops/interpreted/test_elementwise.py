@@ -4,11 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from headrace import InputError, Mixer, zoo
 from headrace.layers.linear import decays
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.layers.linear.features import EPS, l2_norm
+from headrace.layers.norms import add_and_norm
 from headrace.layers.rotary import rotate
 from headrace.ops.backends.triton import elementwise
 from headrace.spec.linear import Competition
@@ -106,6 +109,9 @@ def test_decay_of_each_head_and_its_step_size(sizes):
 def test_decay_of_a_sigmoid(sizes):
     functions = (lambda x: decays.log_sigmoid(x, 16.0, "triton")), (lambda x: F.logsigmoid(x) / 16)
     agree(*functions, side_by_side(*sizes, scale=3.0), tolerance=1e-6)
+    infinite = torch.tensor([[[[-torch.inf, torch.inf]]]])
+    for ours, plain in zip(*(results(function, infinite) for function in functions), strict=True):
+        assert ours.equal(plain)
     far = torch.tensor([[[[-300.0, -101.0, -88.0, -41.0, -39.0, 0.0, 16.0, 17.0, 39.0, 41.0, 88.0, 104.0, 300.0]]]])
     for ours, exact in zip(results(functions[0], far), results(functions[1], far.double()), strict=True):
         torch.testing.assert_close(ours.double(), exact, rtol=500 * torch.finfo(torch.float32).eps, atol=1e-38)
@@ -289,6 +295,7 @@ def test_second_derivatives_are_refused():
         torch.autograd.grad(y.sum(), x, create_graph=True)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_transforms_and_compiled_graphs_have_pytorchs_operators():
     x, seen = side_by_side(1, 2, 1, 4), []
 
@@ -304,7 +311,51 @@ def test_transforms_and_compiled_graphs_have_pytorchs_operators():
     assert not elementwise.computes("triton", x.double())
     torch.func.vmap(inside)(x)
     torch.compile(inside, backend="eager", fullgraph=True)(x)
-    assert seen == [False, False]
+    torch.jit.trace(inside, x, check_trace=False)
+    make_fx(inside)(x)
+    assert seen == [False] * 4
+
+
+class Unsettled(torch.autograd.Function):
+    """The same numbers and gradients, as the results of collectives that nothing has waited for."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return AsyncCollectiveTensor(x.clone())
+
+    @staticmethod
+    def backward(ctx, d_y):
+        return AsyncCollectiveTensor(d_y.clone())
+
+
+class Settled(Unsettled):
+    """With such gradients alone."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+
+def test_results_of_collectives(monkeypatch):
+    """As under tensor parallelism, where they are what a module returns, and gradients. They have no address."""
+    monkeypatch.setattr(elementwise, "chosen", lambda backend, x: True)
+    x, gate = side_by_side(1, 4, 2, 6), side_by_side(1, 4, 2, 6).flip(1)
+    row, norm = x.flatten(2), nn.RMSNorm(12, 1e-5)
+    both = lambda x, y: torch.cat(add_and_norm(norm, x, y), -1)  # noqa: E731
+    functions = {
+        both: (row, gate.flatten(2)), elementwise.silu_product: (x, gate),
+        (lambda x: elementwise.L2Norm.apply(x, EPS)): (x,), (lambda x: decays.log_sigmoid(x, 16.0, "auto")): (x,),
+        (lambda x, gate: elementwise.GatedNorm.apply(x, gate, None, 1e-5, True)): (x, gate),
+    }  # fmt: skip
+    for function, given in functions.items():
+        wrapped = lambda *given, function=function: Settled.apply(function(*given))  # noqa: E731
+        for ours, plain in zip(results(wrapped, *given), results(function, *given), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
+    for function in (both, elementwise.silu_product):
+        x, y = functions[function]
+        found = results(lambda x, y, function=function: function(x, Unsettled.apply(y)), x, y)
+        for ours, plain in zip(found, results(function, x, y), strict=True):
+            torch.testing.assert_close(ours, plain, rtol=1e-6, atol=1e-6)
 
 
 GATED = (

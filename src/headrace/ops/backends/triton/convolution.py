@@ -55,6 +55,8 @@ def convolve_token(
             tokens, weight.contiguous(), bias, history, y, after, C=x.shape[2], W=W, SILU=silu, BC=CHANNELS,
             TAPS=1 << (W - 1).bit_length(), num_warps=1, **strides(x=tokens),
         )  # fmt: skip
+    if in_place and not after.is_inference():
+        torch.autograd.graph.increment_version(after)  # tells autograd, which may have saved it for a backward
     return y, after
 
 

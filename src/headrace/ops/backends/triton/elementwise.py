@@ -16,7 +16,7 @@ from torch import Tensor
 from ....utils.device import interpreted
 from ...autograd import define
 from ...call import like
-from ...derivatives import first_order, has_address, transformed
+from ...derivatives import first_order, has_address, recorded, settled, transformed
 from .limits import DTYPES, chosen, missing
 
 NUMBERS = 2048  # of a program at a time
@@ -29,18 +29,18 @@ LIMITS = {"far": FAR, "limit": math.log(torch.finfo(torch.float32).max) - ROOM}
 INSTEAD = "; expected backend='torch', which has all derivatives"
 
 
-def computes(backend: str, x: Tensor, in_graphs: bool = False) -> bool:
-    """Whether these functions compute x [B, T, H, K] or [B, T, C] under a layer's backend; otherwise PyTorch does."""
-    if (torch.compiler.is_compiling() and not in_graphs) or not chosen(backend, x) or transformed():
+def computes(backend: str, x: Tensor, *others: Tensor, in_graphs: bool = False) -> bool:
+    """Whether these functions compute x [B, T, H, K] or [B, T, C] and others by a layer's backend, or PyTorch does."""
+    if (recorded() and not in_graphs) or not chosen(backend, x) or transformed():
         return False
-    here = missing() is None and (x.is_cuda or interpreted()) and has_address(x)
+    here = missing() is None and (x.is_cuda or interpreted()) and all(map(has_address, (x, *others)))
     fits = x.dim() == 3 or (x.dim() == 4 and x.shape[3] <= NUMBERS)
     return here and fits and x.dtype in DTYPES and x.numel() > 0
 
 
 def silu_product(x: Tensor, gate: Tensor, backend: str = "auto") -> Tensor:
     """Returns x SiLU(gate) for x and gate [B, T, C] or [B, T, H, K], by PyTorch where no kernel computes it."""
-    if x.shape == gate.shape and x.dtype == gate.dtype and computes(backend, x):
+    if x.shape == gate.shape and x.dtype == gate.dtype and computes(backend, x, gate):
         return SiLUProduct.apply(x, gate)
     return x * F.silu(gate)
 
@@ -65,8 +65,7 @@ def rows_at_a_time(K: int) -> int:
 
 def programs(x: Tensor, groups: int) -> int:
     """Returns the number of programs of `over_heads`."""
-    K = x.shape[3]
-    return -(-x.numel() // (K * rows_at_a_time(K) * groups))
+    return -(-x.numel() // (x.shape[3] * rows_at_a_time(x.shape[3]) * groups))
 
 
 def over_tokens(kernel: str, x: Tensor, gate: Tensor, *tensors: Tensor) -> None:
@@ -100,7 +99,7 @@ class L2Norm(torch.autograd.Function):
     @first_order("the L2 norm of q and k", INSTEAD)
     def backward(ctx: Any, d_y: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        over_heads("l2_norm_backward", x, d_y.contiguous(), d_x := like(x), eps=ctx.eps)
+        over_heads("l2_norm_backward", x, settled(d_y), d_x := like(x), eps=ctx.eps)
         return d_x, None
 
 
@@ -117,7 +116,7 @@ class Rotation(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> Any:
         cos, sin = ctx.saved_tensors
-        return Rotation.apply(d_y, cos, -sin), None, None
+        return Rotation.apply(settled(d_y), cos, -sin), None, None
 
 
 class SoftplusDecay(torch.autograd.Function):
@@ -140,7 +139,7 @@ class SoftplusDecay(torch.autograd.Function):
     def backward(ctx: Any, d_y: Tensor) -> Any:
         x, bias, log_rate = ctx.saved_tensors
         d_x, d_rates = like(x), None if log_rate is None else x.new_empty(x.shape[:-1], dtype=torch.float32)
-        over_heads("softplus_decay_backward", x, bias, log_rate, d_y.contiguous(), d_rates, d_x, **ctx.numbers)
+        over_heads("softplus_decay_backward", x, bias, log_rate, settled(d_y), d_rates, d_x, **ctx.numbers)
         d_bias = None if bias is None else d_x.sum((0, 1), dtype=torch.float32).flatten().to(bias.dtype)
         return d_x, d_bias, None if d_rates is None else d_rates.sum((0, 1)).to(log_rate.dtype), None, None
 
@@ -160,7 +159,8 @@ class GatedNorm(torch.autograd.Function):
     @staticmethod
     @first_order("the norm with an output gate", INSTEAD)
     def backward(ctx: Any, d_y: Tensor) -> Any:
-        return *_norm_backward(*ctx.saved_tensors, None, d_y, **ctx.numbers), None, None
+        x, gate, weight = ctx.saved_tensors
+        return *_norm_backward(x, gate, weight, None, d_y, **ctx.numbers), None, None
 
 
 class NormOfSum(torch.autograd.Function):
@@ -183,8 +183,7 @@ class NormOfSum(torch.autograd.Function):
             d_x = inverse * (d_row - wide * inverse.square() * (wide * d_row).mean(-1, keepdim=True))
             d_x = d_x.to(sums.dtype) + d_sums
             return d_x, d_x, None if weight is None else d_weight.to(weight.dtype), None
-        x = sums[:, :, None]
-        d_x, _, d_weight = _norm_backward(x, None, weight, d_sums, d_normed, eps=ctx.eps, SILU=False)
+        d_x, _, d_weight = _norm_backward(sums[:, :, None], None, weight, d_sums, d_normed, eps=ctx.eps, SILU=False)
         d_x = d_x[:, :, 0]
         return d_x, d_x, d_weight, None
 
@@ -194,8 +193,8 @@ def _norm_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Returns the gradients to x, the gate and the weight."""
     sums = None if weight is None else x.new_empty(programs(x, GROUPS), x.shape[3], dtype=torch.float32)
-    d_gate, d_sums = None if gate is None else like(gate), None if d_sums is None else d_sums.contiguous()
-    tensors = weight, d_sums, d_y.contiguous(), d_gate, sums
+    d_gate, d_sums = None if gate is None else like(gate), None if d_sums is None else settled(d_sums)
+    tensors = weight, d_sums, settled(d_y), d_gate, sums
     over_heads("norm_backward", x, *tensors, d_x := like(x), gate=gate, GROUPS=GROUPS, **numbers)
     return d_x, d_gate, None if weight is None or sums is None else sums.sum(0).to(weight.dtype)
 
@@ -220,7 +219,7 @@ class SiLUProduct(torch.autograd.Function):
         if torch.is_grad_enabled():  # under create_graph=True: what PyTorch can differentiate again
             s = gate.sigmoid()
             return d_y * gate * s, d_y * x * s * (1 + gate * (1 - s))
-        over_tokens("silu_product_backward", x, gate, d_y.contiguous(), d_x := like(x), d_gate := like(gate))
+        over_tokens("silu_product_backward", x, gate, settled(d_y), d_x := like(x), d_gate := like(gate))
         return d_x, d_gate
 
 
@@ -242,7 +241,7 @@ def _gate(x: Tensor, weight: Tensor, *kind: Any) -> Tensor:
 def _gate_backward(d_gate: Tensor, x: Tensor, weight: Tensor, *kind: Any) -> tuple[Tensor, Tensor]:
     programs, d_scores = torch.sym_min(x.shape[0] * x.shape[1], PROGRAMS), x.new_empty(d_gate.shape)
     sums = x.new_empty((programs, *weight.shape), dtype=torch.float32)
-    _launch_gates(x, weight, kind, programs, d_gate.contiguous(), sums, d_scores)
+    _launch_gates(x, weight, kind, programs, settled(d_gate), sums, d_scores)
     return d_scores, sums.sum(0).to(weight.dtype)
 
 

@@ -127,7 +127,7 @@ def decayed(x, bias, rates, stride, rows, heads, channels, mask, H, K, sign, rat
     A = rate
     if rates is not None:
         A = tl.load(rates + heads).to(tl.float32)[:, None]
-    below = tl.maximum(far - z, 0.0)
+    below = tl.minimum(tl.maximum(far - z, 0.0), 1e30)  # finite: a z of −∞ has a decay of 0
     e = tl.exp(-tl.abs(z + below))
     s = e / (2 + e)  # log(1 + e) = 2 artanh(s), s ≤ 1/3; its series, since a GPU's logarithm has few digits near 1
     t = s * s
