@@ -133,6 +133,17 @@ def test_norm_with_an_output_gate(sizes, silu):
     agree(norm, plain_norm(silu), x, gate, tolerance=2e-6)
 
 
+def test_norms_without_an_epsilon():
+    """Rows past the last token are zero: their norm is ∞, which must not reach the gradient to the weight."""
+    x, weight = side_by_side(1, 3, 1, 8), torch.randn(8)
+    norm = lambda x, gate, weight: elementwise.GatedNorm.apply(x, gate, weight, 0.0, False)  # noqa: E731
+    plain = lambda x, gate, weight: F.rms_norm(x, (8,), weight, 0.0) * gate.sigmoid()  # noqa: E731
+    agree(norm, plain, x, x.flip(1), weight, tolerance=2e-6)
+    x = x[:, :, 0]
+    norm = lambda x, y, weight: elementwise.NormOfSum.apply(x, y, weight, 0.0)[1]  # noqa: E731
+    agree(norm, lambda x, y, weight: F.rms_norm(x + y, (8,), weight, 0.0), x, x.flip(1) / 2, weight, tolerance=2e-6)
+
+
 class Branches(nn.Module):
     """The sum and its norm, side by side."""
 

@@ -89,7 +89,7 @@ def norm_backward(
             d_z = d_row * row * w * s * ((1 + z * (1 - s)) if SILU else (1 - s))
             tl.store(d_gate + at, d_z.to(d_gate.dtype.element_ty), mask=mask)
             d_row *= s * (z if SILU else 1.0)
-        sums += tl.sum(d_row * row, 0)
+        sums += tl.sum(tl.where(mask, d_row * row, 0.0), 0)  # without eps, a row that is not there is NaN
         d_row *= w
         d_row = inverse * (d_row - row * (tl.sum(row * d_row, 1) / K)[:, None])
         if d_sums is not None:
