@@ -184,8 +184,7 @@ class NormOfSum(torch.autograd.Function):
             d_x = d_x.to(sums.dtype) + d_sums
             return d_x, d_x, None if weight is None else d_weight.to(weight.dtype), None
         d_x, _, d_weight = _norm_backward(sums[:, :, None], None, weight, d_sums, d_normed, eps=ctx.eps, SILU=False)
-        d_x = d_x[:, :, 0]
-        return d_x, d_x, d_weight, None
+        return d_x[:, :, 0], d_x[:, :, 0], d_weight, None
 
 
 def _norm_backward(

@@ -81,7 +81,8 @@ def norm_backward(
         rows, heads, channels, mask = rows_of(tl.program_id(0) * GROUPS + i, total, H, K, R, BK)
         row = loaded(x, x_stride * ALIGN, rows, heads, channels, mask, H, K)
         d_row = loaded(d_y, H * K, rows, heads, channels, mask, H, K)
-        inverse, at = tl.rsqrt(tl.sum(row * row, 1) / K + eps)[:, None], rows[:, None] * K + channels[None, :]
+        inverse, at = tl.rsqrt(tl.sum(row * row, 1) / K + eps), rows[:, None] * K + channels[None, :]
+        inverse = tl.where(rows < total, inverse, 0.0)[:, None]  # which without eps is ∞ where there is no row
         row *= inverse
         if gate is not None:
             z = loaded(gate, gate_stride * ALIGN, rows, heads, channels, mask, H, K)
@@ -89,7 +90,7 @@ def norm_backward(
             d_z = d_row * row * w * s * ((1 + z * (1 - s)) if SILU else (1 - s))
             tl.store(d_gate + at, d_z.to(d_gate.dtype.element_ty), mask=mask)
             d_row *= s * (z if SILU else 1.0)
-        sums += tl.sum(tl.where(mask, d_row * row, 0.0), 0)  # without eps, a row that is not there is NaN
+        sums += tl.sum(d_row * row, 0)
         d_row *= w
         d_row = inverse * (d_row - row * (tl.sum(row * d_row, 1) / K)[:, None])
         if d_sums is not None:
