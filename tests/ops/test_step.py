@@ -5,7 +5,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from equation import skip_if_missing
-from headrace import InputError, linear_attention, step
+from headrace import InputError, Mixer, linear_attention, step
 from headrace.ops.call import accumulator
 from headrace.verification.verify import relative
 
@@ -233,3 +233,17 @@ def test_zero_sized_dimensions_are_refused(sizes, sentence, dtype, form):
     q, v = torch.randn(B, T, H or 1, K, dtype=dtype), torch.randn(B, T, H, V, dtype=dtype)
     with pytest.raises(InputError, match=sentence):
         linear_attention(q, q, v, form=form)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
+@pytest.mark.parametrize("mixer", ["gla", "transformer"])
+def test_a_trace_of_a_token_computes_other_tokens(mixer):
+    """Also where memory is read by address, which a trace would not see."""
+    layer = Mixer(mixer, hidden_size=32, num_heads=2).eval().requires_grad_(False)
+    (first, token), state = torch.randn(2, 1, 1, 32), layer(torch.randn(1, 5, 32))[1]
+    traced = torch.jit.trace(lambda x: layer(x, state)[0], first)
+    torch.testing.assert_close(traced(token), layer(token, state)[0])
+    (first, token), memory = torch.randn(2, 1, 2, 8), torch.randn(1, 2, 8, 8)
+    traced = torch.jit.trace(lambda q: step(q, q, q, state=memory)[0], first)
+    torch.testing.assert_close(traced(token), step(token, token, token, state=memory)[0])

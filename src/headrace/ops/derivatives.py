@@ -55,6 +55,12 @@ def recorded() -> bool:
     return traced or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
+def dispatched() -> bool:
+    """Whether PyTorch has to see every operator: in graphs, traces, transforms and dispatch modes."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return traced or transformed() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def settled(x: Tensor) -> Tensor:
     """Returns x contiguous, as a copy if it is a collective's result, which has no memory before something waits."""
     return x.clone(memory_format=torch.contiguous_format) if hasattr(x, "wait") else x.contiguous()

@@ -17,7 +17,7 @@ from .backends.base import Prepared
 from .backends.native import library as native
 from .call import Call
 from .checks import check_scale
-from .derivatives import transformed
+from .derivatives import dispatched
 from .written import check_written
 
 MANY = 1024  # size limit of the table, and of a set of addresses
@@ -31,7 +31,7 @@ def signature(tensors: Sequence[Any], settings: Sequence[Any]) -> tuple:
 
     () for a call that must not run without PyTorch's dispatcher: inside transforms and graphs, with gradients, not on
     the CPU."""
-    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
+    if dispatched():
         return ()
     if not SETTINGS.issuperset(map(type, settings)):
         return ()

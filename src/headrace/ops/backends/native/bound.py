@@ -19,7 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from ....utils.errors import InputError
 from ...checks import require
-from ...derivatives import transformed
+from ...derivatives import dispatched
 from ...written import check_apart
 from . import library as native
 from .program import NAMES, Layer, Operation, Program, UnsupportedError
@@ -208,7 +208,7 @@ def refused_now() -> str | None:
         return "it has no gradient: torch.no_grad() is needed"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on"
-    if torch.compiler.is_compiling() or transformed() or torch._C._len_torch_dispatch_stack():
+    if dispatched():
         return "it reads memory by address, and runs neither in a graph nor under a transform or a dispatch mode"
     return "it calls no modules, so that a hook of all modules would not run" if _has_any_global_hook() else None
 
