@@ -16,6 +16,7 @@ from headrace.layers.attention.sdpa import attend
 from headrace.layers.blocks.block import Block, Sizes
 from headrace.ops.parallel import context
 from headrace.spec import AttentionSpec, MixerSpec, Read, Rope, Write
+from headrace.spec.stack import BlockStyle
 from headrace.utils.errors import InputError
 from headrace.verification.verify import relative
 from tiny import perturbed
@@ -149,6 +150,15 @@ def test_cross_attention_has_no_frequencies_and_needs_a_second_sequence():
     assert spec.cross == AttentionSpec(rotary=False)
     with pytest.raises(InputError, match="memory=None"):
         Block(PLAIN, Sizes(D, H, 16, cross=PLAIN))(torch.randn(1, 3, D))
+
+
+@torch.no_grad()
+def test_cross_attention_has_a_norm_of_its_input_and_one_of_its_output():
+    block = Block(PLAIN, Sizes(D, H, None, cross=PLAIN, style=BlockStyle(order="both")))
+    x, memory = torch.randn(1, 3, D), block.cross.remember(torch.randn(1, 5, D))
+    y = x + block.mixer_after(block.mixer(block.mixer_norm(x))[0])
+    expected = y + block.cross_after(block.cross.cross(block.cross_norm(y), memory))
+    torch.testing.assert_close(block(x, memory=memory), expected)
 
 
 def test_tiles_of_the_pairs_of_a_pack():

@@ -127,7 +127,8 @@ class Block(nn.Module):
             self.mlp_norm = build_norm(sizes)
         if self.order == "both":
             self.mixer_after = build_norm(sizes)
-            self.mlp_after = None if self.mlp is None else build_norm(sizes)
+            others = self.cross, self.mlp
+            self.cross_after, self.mlp_after = (None if x is None else build_norm(sizes) for x in others)
         self.link = nn.Linear(sizes.hidden_size, sizes.hidden_size, bias=False) if layer.shared else None
         self.adapters = named(SHARED["adapters"])(sizes) if layer.shared else None
 
