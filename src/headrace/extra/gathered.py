@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.derivatives import first_order
+from ..ops.derivatives import apply_function, first_order
 from ..spec.attention import Pattern
 from ..utils.device import without_autocast
-from .recurrence import apply_function
 
 NAME = "attention of gathered keys"
 COLUMNS = {"cpu": 1 << 12}  # number of columns of a piece, chosen for the cache of a CPU; a GPU needs larger pieces

@@ -18,11 +18,11 @@ from ..layers.linear.recur import Recur
 from ..layers.linear.stage import STAGES, Stage, Tokens
 from ..layers.rotary import rotate
 from ..ops.call import accumulator, product
+from ..ops.derivatives import apply_function
 from ..ops.sequences import Sequences
 from ..spec.decay import Decay
 from ..spec.linear import RULES, Heads, Inputs, MixerSpec, Read, Write
 from ..utils.device import float64
-from .recurrence import apply_function
 from .registration import register_mixer
 from .scan import NAME, Scan
 

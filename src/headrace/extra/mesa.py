@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.linear.mixer import LinearMixer
-from ..ops.derivatives import first_order
+from ..ops.derivatives import apply_function, first_order
 from ..ops.sequences import Sequences
 from ..spec.decay import DECAYS, Decay, DecayShape
 from ..spec.linear import Heads, Inputs, MixerSpec, Read, Write
 from ..spec.mixer import Facts
 from ..spec.record import PositiveInt
 from ..spec.serialize import TYPES
-from .recurrence import ModuleRecur, RecurrenceModule, apply_function
+from .recurrence import ModuleRecur, RecurrenceModule
 from .registration import register_mixer
 
 

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from ..layers.linear.stage import STAGES, Stage, Tokens
 from ..ops.call import accumulator
+from ..ops.derivatives import refuse_transforms
 from ..ops.sequences import Sequences
 from ..spec.decay import Decay
 from ..spec.linear import Heads, MixerSpec, Read, Write
-from .recurrence import refuse_transforms
 from .registration import register_mixer
 from .scan import NAME, scan_packed_, tropical_
 

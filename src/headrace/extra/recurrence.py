@@ -6,17 +6,14 @@ Dimensions: B batch, T tokens, H heads (Hq for q and k), K key, V value dimensio
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from ..layers.base import SelfInitialized
 from ..layers.linear.recur import Recur
 from ..layers.linear.stage import Stage, Tokens
 from ..ops.call import accumulator, gated
-from ..ops.derivatives import transformed
 from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
-from ..utils.errors import InputError
 
 
 class Recurrence(nn.Module):
@@ -66,15 +63,3 @@ class RecurrenceModule(SelfInitialized, Recurrence):
     def compute(self, op: Callable, x: dict[str, Tensor], state: Any, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """Computes `forward` without gates, for tensors in the precision of the memory."""
         raise TypeError(f"{type(self).__name__} does not define compute")
-
-
-def refuse_transforms(what: str) -> None:
-    """Raises InputError under torch.func and forward-mode differentiation."""
-    if transformed():
-        raise InputError(f"{what} has no rules for torch.func or forward-mode derivatives; expected torch.autograd")
-
-
-def apply_function(function: type[torch.autograd.Function], what: str, *inputs):
-    """Returns function.apply(*inputs), where `refuse_transforms` lets it."""
-    refuse_transforms(what)
-    return function.apply(*inputs)

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.derivatives import first_order
+from ..ops.derivatives import apply_function, first_order
 from ..ops.sequences import Sequences, avoid_sync
-from .recurrence import apply_function
 
 NAME = "a scan over time"
 

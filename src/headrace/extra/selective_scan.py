@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.derivatives import first_order
+from ..ops.derivatives import apply_function, first_order
 from ..ops.sequences import Sequences
 from ..utils.device import without_autocast
 from . import native_scan as native
-from .recurrence import apply_function
 from .scan import Pack, Tile, backwards, scan_packed_
 
 NAME = "the selective scan"

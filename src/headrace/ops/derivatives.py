@@ -49,6 +49,18 @@ def check_transforms(what: str, instead: str, inputs: tuple) -> None:
         raise InputError(f"{what} has no gradient inside a transform of torch.func{instead}")
 
 
+def refuse_transforms(what: str) -> None:
+    """Raises InputError under torch.func and forward-mode differentiation."""
+    if transformed():
+        raise InputError(f"{what} has no rules for torch.func or forward-mode derivatives; expected torch.autograd")
+
+
+def apply_function(function: type[torch.autograd.Function], what: str, *inputs):
+    """Returns function.apply(*inputs), where `refuse_transforms` lets it."""
+    refuse_transforms(what)
+    return function.apply(*inputs)
+
+
 def recorded() -> bool:
     """Whether PyTorch records its operators, in a graph or a trace. A launch of a kernel would not be recorded."""
     traced = torch.compiler.is_compiling() or torch.jit.is_tracing()

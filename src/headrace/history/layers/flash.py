@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...extra.recurrence import apply_function
 from ...ops.call import accumulator
-from ...ops.derivatives import first_order
+from ...ops.derivatives import apply_function, first_order
 from ...utils.device import without_autocast
 
 NAME = "flash_attention"

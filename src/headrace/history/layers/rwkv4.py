@@ -9,13 +9,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ...extra.recurrence import refuse_transforms
 from ...extra.rwkv import mixed
 from ...extra.scan import NAME, Pack, ScanState, Tile, packed_scan, scan_packed_, tropical_
 from ...extra.specs.scan import ScanSpec
 from ...layers.base import Mixer
 from ...layers.linear.decays import finite_exp
 from ...ops.call import accumulator
+from ...ops.derivatives import refuse_transforms
 from ...ops.sequences import Sequences
 
 
