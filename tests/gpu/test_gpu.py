@@ -156,11 +156,14 @@ def between_products(x, gate, bias, angle, backend):
         decay, each = (decays.softplus_decay(decays.biased(z, bias[: z[0, 0].numel()]), rates) for z in (x, x[..., 0]))
         norm = F.rms_norm(x, weight.shape, weight, 1e-5) * F.silu(gate.view_as(x))
         shares = len(of_heads) * (x * of_heads).sum(-1).softmax(-1)
-        return *found, features.l2_norm(x), decay, each, norm, shares
+        wide = ((1 + rates[:, None]) * x * shares[..., None] * F.silu(gate.view_as(x))).flatten(-2)
+        joint = F.rms_norm(wide, wide.shape[-1:], bias, 1e-5).view_as(x)
+        return *found, features.l2_norm(x), decay, each, norm, shares, joint
     decay, each = elementwise.SoftplusDecay.apply(x, bias, rates), elementwise.head_decay(x[..., 0], rates, rates)
     norm = elementwise.GatedNorm.apply(x, gate.view_as(x), weight, 1e-5, True)
     shares = elementwise.head_gate(x, of_heads, 1.0, True, False, x.dtype)
-    return *found, elementwise.L2Norm.apply(x, features.EPS), decay, each, norm, shares
+    joint = elementwise.gate_norm(x, gate.view_as(x), x, rates, shares, bias, 1, 1e-5)
+    return *found, elementwise.L2Norm.apply(x, features.EPS), decay, each, norm, shares, joint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -13,13 +13,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tiny
 from equation import skip_if_missing
 from headrace import HeadraceCache, InputError, Mixer, step
+from headrace.extra import fixed_decays
 from headrace.extra.fla import packing
 from headrace.history.layers import attention, symmetric
-from headrace.layers import graph
+from headrace.layers import graph, rotary
 from headrace.layers.packing import padding_last
 from headrace.ops import prepared
 from headrace.ops.backends.torch import decay
 from headrace.spec.attention import Pattern
+from headrace.utils import device
 
 
 def test_a_model_does_not_keep_the_states_of_its_last_batch():
@@ -63,6 +65,7 @@ def test_a_scale_for_each_call_is_prepared_once():
     assert len(prepared.TABLE) == 2
 
 
+CONSTANTS = rotary.fixed_frequencies, fixed_decays.slopes
 DRAWS = Pattern(window=2, block=2, random=1)
 KEPT = {
     "mask": lambda: decay.covered(3, torch.float32, torch.device("cpu"))[0],
@@ -88,6 +91,47 @@ def test_tensors_of_a_device_are_not_kept():
     for make in constants:
         assert make(3, torch.float32, torch.device("meta")) is not make(3, torch.float32, torch.device("meta"))
         assert make(3, torch.float32, torch.device("cpu")) is make(3, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """A function whose results are kept, and a stand-in for a GPU, which captures no graph."""
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return device.kept(lambda n, where: (n, object()))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_constants_of_a_layer_are_kept(kind, make, monkeypatch):
+    """But for those that a graph would write, or that are of a mode or transform."""
+    where, found = torch.device(kind), []
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        found.append(make(1, where))
+    with FakeTensorMode():
+        found.append(make(1, where))
+    torch.func.vmap(lambda x: found.append(make(1, where)) or x)(torch.zeros(2))
+    assert len({*found, make(1, where), make(2, where)}) == (5 if kind == "cuda" else 4)
+    assert make(1, where) is make(1, where) and make(1, where) is not make(2, where)
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert make(1, where) is make(1, where), "a graph reads what was made before"
+
+
+def test_constants_of_other_devices_are_made_anew(make):
+    assert make(1, torch.device("meta")) is not make(1, torch.device("meta"))
+
+
+def test_constants_made_for_inference_serve_training():
+    layer, x = Mixer("retnet(decay.kind=slopes)", hidden_size=12, num_heads=3), torch.randn(1, 4, 12)
+    for function in CONSTANTS:
+        function.values.clear()
+    with torch.inference_mode():
+        expected = layer(x)[0]
+    y = layer(x)[0]
+    y.sum().backward()
+    assert y.equal(expected) and [len(function.values) for function in CONSTANTS] == [1, 1]
 
 
 def test_bounds_are_found_while_another_thread_adds_its_own(monkeypatch):

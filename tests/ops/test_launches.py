@@ -184,8 +184,12 @@ def test_a_token_of_a_layer_launches_each_kernel_once(gpu):
 
 @pytest.mark.parametrize("gpu", dry.GPUS)
 def test_elementwise_kernels_spill_nothing(gpu):
-    found = [x for mixer in ("softmax-retnet", "kda", "mamba2") for x in launches_of_a_layer(mixer, gpu)]
-    names = "l2_norm", "softplus_decay", "norm", "silu_product"
+    found = [
+        x
+        for mixer in ("softmax-retnet", "kda", "softmax-mamba2", "retnet(read.norm=layer)")
+        for x in launches_of_a_layer(mixer, gpu)
+    ]
+    names = "l2_norm", "softplus_decay", "norm", "silu_product", "gate_norm"
     kernels = {*(f"{name}{way}" for name in names for way in ("", "_backward")), "rotate", "head_gate"}
     assert kernels <= {x.kernel for x in found} and all(x.code.stack == 0 for x in found if x.kernel in kernels)
 
@@ -211,6 +215,21 @@ def test_norms_of_long_rows_spill_nothing(gpu):
         gated = elementwise.GatedNorm.apply(x[:, :, None], x[:, :, None], weight, 1e-6, True)
         torch.autograd.backward([gated, *elementwise.NormOfSum.apply(x, x, weight, 1e-6)], [gated, x, x])
     assert [x.kernel for x in launched] == ["norm", "norm", "norm_backward", "norm_backward"]
+    assert all(x.code.stack == 0 for x in launched)
+
+
+@pytest.mark.parametrize("gpu", dry.GPUS)
+def test_norms_of_many_gated_heads_spill_nothing(gpu):
+    """With as many channels as a program takes."""
+    x, read, skip, weight = (
+        torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((1, 3, 64, 64), (1, 3, 64), (64,), (4096,))
+    )
+    with dry.gpu(gpu) as launched:
+        y = elementwise.gate_norm(x, x, x, skip, read, weight, 1, 1e-6)
+        y.backward(torch.ones_like(y))
+    assert elementwise.gate_norm_takes(x, 1) and not elementwise.gate_norm_takes(x.repeat(1, 1, 2, 1), 1)
+    assert [x.kernel for x in launched] == ["gate_norm", "gate_norm_backward"]
     assert all(x.code.stack == 0 for x in launched)
 
 

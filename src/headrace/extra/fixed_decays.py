@@ -8,7 +8,20 @@ from torch import Tensor
 
 from ..layers.linear.decays import DECAYS, DecayModule
 from ..ops.call import accumulator
-from ..utils.device import float64
+from ..utils.device import float64, kept
+
+
+@kept
+def slopes(num_heads: int, rate: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    heads = float64(torch.arange(num_heads, device=device))
+    return (-rate * torch.exp2(-8 * (heads + 1) / num_heads)).to(dtype).to(device)
+
+
+@kept
+def powers(key_dim: int, offset: float, tokens: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    half = key_dim // 2
+    zeta = (float64(torch.arange(half, device=device)) / half + offset) / (1 + offset)
+    return (zeta.log() / tokens).repeat(2).to(dtype).to(device)
 
 
 class SlopeDecay(DecayModule):
@@ -18,8 +31,7 @@ class SlopeDecay(DecayModule):
     kind = "slopes"
 
     def forward(self, x: Tensor) -> Tensor:
-        slopes = torch.exp2(-8 * (self.heads(x) + 1) / self.num_heads)
-        return (-self.spec.rate * slopes).to(accumulator(x)).to(x.device)
+        return slopes(self.num_heads, self.spec.rate, accumulator(x), x.device)
 
 
 class XPosDecay(DecayModule):
@@ -33,9 +45,7 @@ class XPosDecay(DecayModule):
     OFFSET, TOKENS = 0.4, 512
 
     def forward(self, x: Tensor) -> Tensor:
-        half = self.key_dim // 2
-        zeta = (float64(torch.arange(half, device=x.device)) / half + self.OFFSET) / (1 + self.OFFSET)
-        log_decay = (zeta.log() / self.TOKENS).repeat(2).to(accumulator(x)).to(x.device)
+        log_decay = powers(self.key_dim, self.OFFSET, self.TOKENS, accumulator(x), x.device)
         return log_decay.expand(*x.shape[:2], self.num_heads, -1)
 
 

@@ -237,8 +237,6 @@ def count_tokens(x: Tensor, seen: Tensor | None, mask: Tensor | None, sequences:
     """Returns (the position [B or 1, T] of each token of x [B, T, D] in its sequence, the number of tokens [N] at the
     end of x), both without padding. seen [N]: number of tokens before x."""
     if mask is None:
-        positions, new = sequences.positions(seen, x), sequences.lengths(x)
-    else:
-        positions, new = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
-        positions = positions if seen is None else positions + seen[:, None]
-    return positions, new if seen is None else seen + new
+        return sequences.positions(seen, x), sequences.counted(seen, x)
+    positions, new = (mask.cumsum(1) - 1).clamp(min=0), mask.sum(1)
+    return (positions, new) if seen is None else (positions + seen[:, None], seen + new)

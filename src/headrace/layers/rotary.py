@@ -13,7 +13,7 @@ from ..ops.backends.triton import elementwise
 from ..ops.call import accumulator
 from ..ops.checks import require
 from ..spec.attention import Rope
-from ..utils.device import float64
+from ..utils.device import float64, kept
 
 DEFAULT = Rope()  # made here, as torch.compile cannot trace the checks of a spec
 Angles = tuple[Tensor, Tensor]  # cosines and sines [B or 1, T, 1, F], or [B, T, heads, F] if each head has its own
@@ -58,25 +58,32 @@ _in_a_graph = define("angles", SCHEMA, 2, _turn, _turn, "CompositeExplicitAutogr
 def frequencies(rope: Rope, theta: float, dims: int, lengths: Tensor) -> Tensor:
     """Returns the frequencies, in radians per token, of sequences of these lengths [B or 1, 1]: [F], or
     [B or 1, 1, 1, F] if they depend on the length. The formulas are those of `Rope`."""
+    if rope.kind not in ("dynamic", "longrope"):
+        return fixed_frequencies(rope, theta, dims, lengths.device)
     half, base, original = dims // 2, rope.theta or theta, rope.original or 1
     lengths = float64(lengths)
     index = torch.arange(half, device=lengths.device, dtype=torch.float64)
     if rope.kind == "dynamic":
         ratio = (lengths[..., None, None] / original).clamp(min=1)
         return (base * (rope.factor * ratio - rope.factor + 1) ** (half / (half - 1))) ** (index / -half)
+    short, long = (index.new_tensor(divisors) for divisors in (rope.short, rope.long))
+    return base ** (index / -half) / torch.where(lengths[..., None, None] > original, long, short)
+
+
+@kept
+def fixed_frequencies(rope: Rope, theta: float, dims: int, device: torch.device) -> Tensor:
+    half, base, original = dims // 2, rope.theta or theta, rope.original or 1
+    index = float64(torch.arange(half, device=device))
     frequency = base ** (index / -half)
-    if rope.kind == "longrope":
-        short, long = (index.new_tensor(divisors) for divisors in (rope.short, rope.long))
-        return frequency / torch.where(lengths[..., None, None] > original, long, short)
     if rope.kind == "llama3":
-        kept = (frequency * original / (2 * math.pi) - rope.slow) / (rope.fast - rope.slow)
+        share = (frequency * original / (2 * math.pi) - rope.slow) / (rope.fast - rope.slow)
     elif rope.kind == "yarn":
         first, last = _ramp(rope, base, dims)
-        kept = (last - index) / (last - first)
+        share = (last - index) / (last - first)
     else:
         return frequency if rope.factor == 1 else frequency / rope.factor
-    kept = kept.clamp(0, 1)
-    return frequency * (kept + (1 - kept) / rope.factor)
+    share = share.clamp(0, 1)  # that is not divided
+    return frequency * (share + (1 - share) / rope.factor)
 
 
 def _ramp(rope: Rope, base: float, dims: int) -> tuple[float, float]:

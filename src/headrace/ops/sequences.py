@@ -81,6 +81,8 @@ class Sequences:
     def positions(self, seen: Tensor | None, like: Tensor) -> Tensor:
         """Returns each token's position in its sequence, [B or 1, T]. seen [N]: number of tokens before x."""
         if self.cu_seqlens is None:
+            if seen is not None and self.T == 1:
+                return seen[:, None] + self.offset if self.offset else seen[:, None]
             tokens = torch.arange(self.offset, self.offset + self.T, device=like.device)[None]
             return tokens if seen is None else tokens + seen[:, None]
         return (self.within if seen is None else self.within + seen[self.owner])[None]
@@ -91,6 +93,12 @@ class Sequences:
         if self.bounds is None:
             return torch.full((self.B,), end, device=like.device)
         return self.bounds.diff() if self.borders is None else self.bounds.clamp(max=end).diff()
+
+    def counted(self, seen: Tensor | None, like: Tensor) -> Tensor:
+        """Returns the number of tokens [N] up to the last one of x, if `seen` [N] are before x."""
+        if seen is None:
+            return self.lengths(like)
+        return seen + (self.offset + self.T if self.bounds is None else self.lengths(like))
 
     def totals(self, like: Tensor) -> Tensor:
         """Returns the length of each token's sequence, [B, T], or [1, T] packed."""

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 F = TypeVar("F", bound=Callable)
+KEPT = "cpu", "cuda"  # kinds of devices whose constants are kept
 
 
 def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,6 +26,33 @@ def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
         return kept(*arguments) if plain else make(*arguments)
 
     made.forget = kept.cache_clear  # type: ignore[attr-defined]
+    return made
+
+
+def kept(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Keeps the tensors that `make` returned for each list of settings and a device, the last argument: small constants
+    of a layer, which take many kernels.
+
+    Nothing is forgotten, as a CUDA graph may read it. What is made while a graph is captured lies in its memory, which
+    is used again, and is not kept, nor is a tensor without values or of a transform."""
+    values: dict[tuple[Any, ...], Any] = {}
+
+    @wraps(make)
+    def made(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling() or _without_values() or torch._C._are_functorch_transforms_active():
+            return make(*arguments)
+        if arguments in values:
+            return values[arguments]
+        on_gpu = (device := arguments[-1]).type == "cuda"
+        if device.type not in KEPT or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return make(*arguments)
+        with torch.inference_mode(False), torch.no_grad():
+            found = make(*arguments)
+        if on_gpu:  # another stream may read it next
+            torch.cuda.current_stream(device).synchronize()
+        return values.setdefault(arguments, found)
+
+    made.values = values  # type: ignore[attr-defined]
     return made
 
 

@@ -133,6 +133,44 @@ def test_norm_with_an_output_gate(sizes, silu):
     agree(norm, plain_norm(silu), x, gate, tolerance=2e-6)
 
 
+def plain_gate_norm(groups):
+    def norm(x, gate, *others):
+        v, skip, read, weight = others or [None] * 4
+        x = (x if skip is None else (x + skip[:, None] * v) * read[..., None]) * F.silu(gate)
+        wide = x.unflatten(2, (groups, -1)).flatten(3)
+        normal = F.rms_norm(wide, wide.shape[-1:], None, 1e-5).view_as(x)
+        return normal if weight is None else normal * weight.view(x.shape[2:])
+
+    return norm
+
+
+def gate_norm(groups):
+    return lambda x, gate, *others: elementwise.gate_norm(x, gate, *(others or [None] * 4), groups, 1e-5)
+
+
+def of_gate_norm(*sizes, dtype=torch.float32):
+    x, (B, T, H, V) = side_by_side(*sizes, dtype), sizes
+    return x, x.flip(1), x.roll(1, -1) + 1, *(torch.randn(n).to(dtype) for n in ((H,), (B, T, H), (H * V,)))
+
+
+@pytest.mark.parametrize("programs", [3, 100])  # of the backward, each for several tokens or one
+@pytest.mark.parametrize(
+    ("sizes", "groups"), [((2, 5, 3, 48), 1), ((1, 7, 4, 16), 2), ((1, 2, 6, 5), 3), ((1, 3, 32, 64), 1)]
+)
+def test_norm_of_several_heads_after_an_output_gate(sizes, groups, programs, monkeypatch):
+    monkeypatch.setattr(elementwise, "SUMS", programs)
+    given = of_gate_norm(*sizes)
+    agree(gate_norm(groups), plain_gate_norm(groups), *given, tolerance=2e-6)
+    agree(gate_norm(groups), plain_gate_norm(groups), *given[:2], tolerance=2e-6)
+
+
+def test_operator_of_the_norm_after_a_gate_passes_opcheck():
+    given = [x.detach().requires_grad_() for x in of_gate_norm(2, 3, 4, 5)]
+    for some in (given, [*given[:2], *[None] * 4]):
+        operator = torch.ops.headrace.gate_norm.default, (*some, 2, 1e-5)
+        assert set(torch.library.opcheck(*operator).values()) == {"SUCCESS"}
+
+
 def test_norms_without_an_epsilon():
     """Rows past the last token are zero: their norm is ∞, which must not reach the gradient to the weight."""
     x, weight = side_by_side(1, 3, 1, 8), torch.randn(8)
@@ -256,6 +294,18 @@ def test_compiled_graphs_have_the_kernel_of_gates(monkeypatch):
     assert compared(compiled, layer)
 
 
+def test_compiled_graphs_have_the_norm_after_a_gate(monkeypatch):
+    torch.manual_seed(0)
+    names, launch, layer = [], elementwise._launch, Mixer("softmax-mamba2", hidden_size=32, num_heads=2)
+    monkeypatch.setattr(
+        elementwise, "_launch", lambda name, *args, **named: names.append(name) or launch(name, *args, **named)
+    )
+    layer.backend, compiled = "triton", torch.compile(layer, backend="aot_eager", fullgraph=True)
+    compiled(torch.randn(2, 9, 32))[0].sum().backward()
+    assert [name for name in names if name != "head_gate"] == ["gate_norm", "gate_norm_backward"]
+    assert compared(compiled, layer)
+
+
 def test_hooks_see_the_logarithms_of_gates():
     layer, plain, seen = gated_layer(), gated_layer(), []
     for each in (layer.read_competition, layer.write_competition):
@@ -281,6 +331,8 @@ def test_bfloat16_is_rounded_once():
     gate, weight = x.flip(1), torch.randn(64)
     norm = lambda *given: elementwise.GatedNorm.apply(*given, 1e-5, True)  # noqa: E731
     agree(norm, plain_norm(True), x, gate, weight[:32], tolerance=2**-7)  # and the gradient that comes in
+    given = of_gate_norm(1, 30, 2, 32, dtype=torch.bfloat16)
+    agree(gate_norm(1), plain_gate_norm(1), *given, tolerance=2**-7)
     x, gate = x.flatten(-2), gate.flatten(-2)
     agree(elementwise.SiLUProduct.apply, elementwise.silu_product, x, gate, tolerance=2**-8)
     agree(Branches(), Branches(), x, gate, weight, tolerance=2**-7)  # and the sum
@@ -304,6 +356,8 @@ def test_second_derivatives_are_refused():
     y = gates()[0](x, torch.randn(1, 4))
     with pytest.raises(InputError, match="head competition has no second derivative"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(InputError, match="the norm after an output gate has no second derivative"):
+        torch.autograd.grad(gate_norm(1)(x, x).sum(), x, create_graph=True)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
@@ -356,7 +410,7 @@ def test_results_of_collectives(monkeypatch):
     functions = {
         both: (row, gate.flatten(2)), elementwise.silu_product: (x, gate),
         (lambda x: elementwise.L2Norm.apply(x, EPS)): (x,), (lambda x: decays.log_sigmoid(x, 16.0, "auto")): (x,),
-        (lambda x, gate: elementwise.GatedNorm.apply(x, gate, None, 1e-5, True)): (x, gate),
+        (lambda x, gate: elementwise.GatedNorm.apply(x, gate, None, 1e-5, True)): (x, gate), gate_norm(1): (x, gate),
     }  # fmt: skip
     for function, given in functions.items():
         wrapped = lambda *given, function=function: Settled.apply(function(*given))  # noqa: E731

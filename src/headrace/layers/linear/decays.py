@@ -15,7 +15,7 @@ from ...ops.backends.triton import elementwise
 from ...ops.backends.triton.elementwise import FAR, ROOM
 from ...ops.call import accumulator
 from ...spec.decay import Decay
-from ...utils.device import float64
+from ...utils.device import float64, kept
 from ...utils.tables import Table
 from ..base import SelfInitialized
 from .stage import Stage, Tokens, refuse_changes
@@ -48,10 +48,6 @@ class DecayModule(SelfInitialized):
 
     def reset_parameters(self) -> None:
         """Initializes the parameters of the module itself; the default has none."""
-
-    def heads(self, x: Tensor) -> Tensor:
-        """Returns the indices of the heads, [H], by `float64`."""
-        return float64(torch.arange(self.num_heads, device=x.device))
 
     def _heads(self, x: Tensor) -> Tensor:
         """[B, T, H K] -> [B, T, H, K]."""
@@ -87,6 +83,12 @@ def log_sigmoid(x: Tensor, temperature: float, backend: str) -> Tensor:
     return F.logsigmoid(x.to(accumulator(x))) / temperature
 
 
+@kept
+def fixed_decay(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    heads = float64(torch.arange(num_heads, device=device))
+    return torch.log1p(-torch.exp2(-5 - heads)).to(dtype).to(device)
+
+
 class FixedDecay(DecayModule):
     """RetNet's decay: log_decay [H] = log(1 − 2^(−5−h)) (arXiv 2307.08621, section 2.2)."""
 
@@ -94,7 +96,7 @@ class FixedDecay(DecayModule):
 
     def forward(self, x: Tensor) -> Tensor:
         # Computed instead of stored, because a half-precision buffer would lose most digits.
-        return torch.log1p(-torch.exp2(-5 - self.heads(x))).to(accumulator(x)).to(x.device)
+        return fixed_decay(self.num_heads, accumulator(x), x.device)
 
 
 class SoftplusDecay(DecayModule):

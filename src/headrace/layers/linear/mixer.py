@@ -25,7 +25,7 @@ from .convolution import Convolve
 from .decays import Decays
 from .features import FeatureMap, QKNorm, Rotate, RotateFirst
 from .project import Heads, Positions, Project, ValueMap
-from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadGateFirst, Skip
+from .readout import GROUP_NORM_EPS, Gate, GateFirst, Norm, Out, ReadGate, ReadGateFirst, Skip, gate_and_norm
 from .recur import Recur, StepSize, Strength, WeightSum
 from .stage import Plugged, Stage, Tokens
 from .token import MixerState, find_program, mixer_program, run_mixer
@@ -139,7 +139,7 @@ class LinearMixer(Mixer, HasBackend):
 
         out, after = self.recur.mixed(self, mix, t)
         t.out = out.to(t.parts["v"].dtype)
-        for stage in self.readout:
+        for stage in self.readout[gate_and_norm(self, t) :]:
             stage(self, t)
         return t.out, self.state_kind(**t.next | after)
 

@@ -28,9 +28,9 @@ class Positions(Stage):
         return spec.counts_tokens
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        before, lengths = t.before("tokens"), t.sequences.lengths(t.x)
+        before = t.before("tokens")
         t.positions = t.sequences.positions(before, t.x)
-        t.next["tokens"] = lengths if before is None else before + lengths
+        t.next["tokens"] = t.sequences.counted(before, t.x)
 
 
 class Project(Stage):

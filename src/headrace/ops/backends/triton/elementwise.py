@@ -1,7 +1,8 @@
 """What stands between a layer's products and its recurrence, by the backend "triton": the L2 norm of q and k, rotary
-positions, decays by a sigmoid or softplus, the norm with an output gate, products with SiLU and the gates of head
-competition. Each keeps its inputs alone. Compiled graphs have the gates alone: Inductor fuses what PyTorch computes
-with what stands beside it, but would compute the softmax of a token's scores anew for each channel.
+positions, decays by a sigmoid or softplus, norms with an output gate, products with SiLU and the gates of head
+competition. Each keeps its inputs alone. Compiled graphs have the gates and the norm after a gate alone: Inductor fuses
+what PyTorch computes with what stands beside it, but would compute the softmax of a token's scores anew for each
+channel, and the product with the gate anew for each of its gradients.
 
 Dimensions: B batch, T tokens, H heads, K channels per head, F frequencies, C channels.
 """
@@ -23,6 +24,7 @@ NUMBERS = 2048  # of a program at a time
 ROWS = 128  # at most, whose indices take more registers than their numbers
 GROUPS = 16  # of them, of a program that sums over tokens
 MOST_WEIGHTS, PROGRAMS = 4096, 2048  # of `head_gate`, and of its backward, where each sums the gradients to all weights
+WIDEST, SUMS = 4096, 1024  # of `gate_norm`, the numbers of a program, and the programs of its backward
 FAR = -40.0  # softplus(z) is e^z to the last digit of a float64 below
 ROOM = 24  # of a rate e^A, below the largest number, for softplus(z), whose gradient to a low z − FAR has e^20
 LIMITS = {"far": FAR, "limit": math.log(torch.finfo(torch.float32).max) - ROOM}
@@ -262,3 +264,61 @@ KEY, INPUTS = "CompositeExplicitAutograd", "Tensor x, Tensor weight, float rate,
 _gradients = define("head_gate_backward", f"(Tensor d_gate, {INPUTS})", 2, _gate_backward, _gate_backward, KEY)
 # (x [B, T, Hq, K], weight [H, K], ...) -> softmax(rate ⟨x_h, w_h⟩) over the heads, times H if `scale`, or its logarithm
 head_gate = define("head_gate", f"({INPUTS})", 1, _gate, _gate, KEY, _differentiate, _save)
+
+
+def gate_norm_takes(x: Tensor, groups: int) -> bool:
+    """Whether a program of `gate_norm` holds a group of the heads of x [B, T, H, V]."""
+    return math.prod(_tile(x, groups)) <= WIDEST
+
+
+def _tile(x: Tensor, groups: int) -> list[int]:
+    return [1 << (n - 1).bit_length() for n in (x.shape[2] // groups, x.shape[3])]
+
+
+def _launch_norm(kernel: str, programs: int, given: Any, *results: Tensor | None, **numbers: int) -> None:
+    """Launches `gate_norm` or its backward with the arguments of the operator, or nothing without memory."""
+    x, gate, v, *parameters, groups, eps = given
+    if has_address(x):
+        (HB, BK), dense = _tile(x, groups), (None if p is None else p.contiguous() for p in parameters)
+        sizes = {"HG": x.shape[2] // groups, "K": x.shape[3], "HB": HB, "BK": BK, "eps": eps} | numbers
+        warps = min(16, -(-HB * BK // 256))  # of 64 threads on AMD's GPUs, and 1,024 at most
+        strided = {"x": x, "gate": gate, "v": v}
+        _launch(kernel, (programs, groups), strided, *dense, *results, num_warps=warps, **sizes)
+
+
+def _gate_norm(x: Tensor, *given: Any) -> Tensor:
+    _launch_norm("gate_norm", x.shape[0] * x.shape[1], (x, *given), y := like(x))
+    return y
+
+
+def _gate_norm_backward(d_y: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    x, gate, _, skip, read, weight, *_ = given
+    programs = torch.sym_min(total := x.shape[0] * x.shape[1], SUMS)
+    sums = [None if p is None else x.new_empty((programs, len(p)), dtype=torch.float32) for p in (skip, weight)]
+    d_x, d_gate, d_read = (None if z is None else like(z) for z in (x, gate, read))
+    _launch_norm("gate_norm_backward", programs, given, settled(d_y), d_read, *sums, d_gate, d_x, total=total)
+    found = d_x, d_gate, d_read, *(None if d is None else d.sum(0).to(x.dtype) for d in sums)
+    return tuple(x.new_empty(0) if d is None else d for d in found)
+
+
+def _save_norm(ctx: Any, given: Any, y: Tensor) -> None:
+    ctx.save_for_backward(*given[:6])
+    ctx.numbers = given[6:]
+
+
+@first_order("the norm after an output gate", INSTEAD)
+def _differentiate_norm(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
+    _, _, _, skip, read, weight = given = ctx.saved_tensors
+    d_x, d_gate, *found = _norm_gradients(d_y, *given, *ctx.numbers)
+    d_read, d_skip, d_weight = (None if p is None else d for p, d in zip((read, skip, weight), found, strict=True))
+    d_v = None if skip is None else d_x * skip[:, None]  # a graph fuses this with the other gradients to v
+    return d_x, d_gate, d_v, d_skip, d_read, d_weight, None, None
+
+
+GIVEN = "Tensor x, Tensor gate, Tensor? v, Tensor? skip, Tensor? read, Tensor? weight, int groups, float eps"
+_norm_gradients = define(
+    "gate_norm_backward", f"(Tensor d_y, {GIVEN})", 5, _gate_norm_backward, _gate_norm_backward, KEY
+)
+# (x, gate and v [B, T, H, V], skip [H], read [B, T, H], weight [H V], ...) -> weight · RMSNorm((x + skip v) · read ·
+# SiLU(gate)), [B, T, H, V], the norm being of H / groups heads. Without v there is no skip.
+gate_norm = define("gate_norm", f"({GIVEN})", 1, _gate_norm, _gate_norm, KEY, _differentiate_norm, _save_norm)

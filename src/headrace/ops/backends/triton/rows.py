@@ -1,5 +1,6 @@
 """Kernels over the channels of a head: the L2 norm, RMSNorm of a sum and with an output gate, rotary positions, and the
-decay −e^rate softplus(± (x + bias)), with their gradients; and over all channels of a token, x SiLU(gate).
+decay −e^rate softplus(± (x + bias)), with their gradients; over all channels of a token, x SiLU(gate); and over the
+heads of a token, the gates of head competition, and RMSNorm of several heads with the output gate before it.
 
 A program over heads holds R rows [R, BK], a row being the K channels of one head of one token. x and the gate have a
 stride between tokens, all other tensors are contiguous. The backward computes the forward anew. Sums are in float32.
@@ -224,3 +225,85 @@ def head_gate(
         token += tl.num_programs(0)
     if sums is not None:
         tl.store(sums + tl.program_id(0).to(tl.int64) * H * K + at, d_weight, mask=mask)
+
+
+@triton.jit
+def of_heads(x, token, stride, at, mask):
+    return tl.load(x + token * stride + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def heads_of(HG, K, HB: tl.constexpr, BK: tl.constexpr):
+    """Returns the number of all heads, and of the program's group of HG the heads [HB, 1], their mask, the places of
+    their channels [HB, BK] and the mask of these."""
+    local, channels = tl.arange(0, HB)[:, None], tl.arange(0, BK)[None, :]
+    heads = tl.program_id(1) * HG + local
+    return tl.num_programs(1) * HG, heads, local < HG, heads * K + channels, (local < HG) & (channels < K)
+
+
+@triton.jit
+def gated(x, gate, v, skip, read, token, x_stride, gate_stride, v_stride, H, heads, inside, at, mask):
+    """Returns of some heads of a token x + skip v, the read gate and the output gate's logits."""
+    row, r = of_heads(x, token, x_stride, at, mask), 1.0
+    if skip is not None:
+        row += of_heads(skip, 0, 0, heads, inside) * of_heads(v, token, v_stride, at, mask)
+    if read is not None:
+        r = of_heads(read, token, H, heads, inside)
+    return row, r, of_heads(gate, token, gate_stride, at, mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "gate_stride", "v_stride"])
+def gate_norm(
+    x, gate, v, skip, read, weight, y, x_stride, gate_stride, v_stride, HG, K, eps, HB: tl.constexpr,
+    BK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tokens, groups of HG heads). Writes y = weight · RMSNorm((x + skip v) · read · SiLU(gate)) of a group."""
+    token = tl.program_id(0).to(tl.int64)
+    H, heads, inside, at, mask = heads_of(HG, K, HB, BK)
+    x_stride, gate_stride, v_stride = x_stride * ALIGN, gate_stride * ALIGN, v_stride * ALIGN
+    row, r, z = gated(x, gate, v, skip, read, token, x_stride, gate_stride, v_stride, H, heads, inside, at, mask)
+    row *= r * z * tl.sigmoid(z)
+    row *= tl.rsqrt(tl.sum(row * row) / (HG * K) + eps)
+    if weight is not None:
+        row *= of_heads(weight, 0, 0, at, mask)
+    tl.store(y + token * H * K + at, row.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["x_stride", "gate_stride", "v_stride", "total"])
+def gate_norm_backward(
+    x, gate, v, skip, read, weight, d_y, d_read, d_skip, d_weight, d_gate, d_x, x_stride, gate_stride, v_stride, total,
+    HG, K, eps, HB: tl.constexpr, BK: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Grid: (programs, groups of HG heads), each for every n-th token. Writes d_x, d_gate and d_read, and sums over the
+    tokens of a program, d_skip [programs, H] and d_weight [programs, H, K]. The gradient to v is skip · d_x."""
+    token = tl.program_id(0).to(tl.int64)
+    H, heads, inside, at, mask = heads_of(HG, K, HB, BK)
+    x_stride, gate_stride, v_stride = x_stride * ALIGN, gate_stride * ALIGN, v_stride * ALIGN
+    w, of_skip, of_weight = 1.0, tl.zeros((HB, 1), tl.float32), tl.zeros((HB, BK), tl.float32)
+    if weight is not None:
+        w = of_heads(weight, 0, 0, at, mask)
+    while token < total:
+        row, r, z = gated(x, gate, v, skip, read, token, x_stride, gate_stride, v_stride, H, heads, inside, at, mask)
+        s, into = tl.sigmoid(z), token * H * K + at
+        normal = row * r * z * s
+        inverse = tl.rsqrt(tl.sum(normal * normal) / (HG * K) + eps)
+        normal *= inverse
+        d = of_heads(d_y, token, H * K, at, mask)
+        of_weight += d * normal
+        d *= w
+        d = inverse * (d - normal * (tl.sum(normal * d) / (HG * K)))
+        tl.store(d_gate + into, (d * row * r * s * (1 + z * (1 - s))).to(d_gate.dtype.element_ty), mask=mask)
+        d *= z * s
+        if d_read is not None:
+            d_r = tl.sum(d * row, 1, keep_dims=True)
+            tl.store(d_read + token * H + heads, d_r.to(d_read.dtype.element_ty), mask=inside)
+        d *= r
+        if d_skip is not None:
+            of_skip += tl.sum(d * of_heads(v, token, v_stride, at, mask), 1, keep_dims=True)
+        tl.store(d_x + into, d.to(d_x.dtype.element_ty), mask=mask)
+        token += tl.num_programs(0)
+    program = tl.program_id(0).to(tl.int64)
+    if d_skip is not None:
+        tl.store(d_skip + program * H + heads, of_skip, mask=inside)
+    if d_weight is not None:
+        tl.store(d_weight + program * H * K + at, of_weight, mask=mask)
