@@ -178,19 +178,16 @@ def gate_and_norm(mixer: Any, t: Tokens) -> int:
     groups = {"rms-joint": 1, "rms-groups": mixer.Hq}.get(read.norm)
     if groups is None or GateFirst not in kinds or read.gate != "silu" or not elementwise.gate_norm_takes(v, groups):
         return 0
-    skip, gate, weight = mixer.skip, t.parts["gate"], mixer.norm_weight
-    if not (alike(t.out, gate, v, skip, weight) and elementwise.computes(mixer.backend, t.out, v, in_graphs=True)):
+    skip, weight = mixer.skip, mixer.norm_weight
+    given = [x for x in (t.out, t.parts["gate"], v, skip, weight) if x is not None]
+    alike = len({x.dtype for x in given}) == 1
+    if not (alike and elementwise.computes(mixer.backend, *given, in_graphs=True)):
         return 0
-    gate = t.sequences.tokenwise(mixer.gate, gate)
+    gate = t.sequences.tokenwise(mixer.gate, t.parts["gate"])
     reads = t.read.to(t.out.dtype) if ReadGateFirst in kinds else None
     added = None if skip is None else v
     t.out = elementwise.gate_norm(t.out, gate, added, skip, reads, weight, groups, mixer.norm_eps)
     return kinds.index(Norm) + 1
-
-
-def alike(*tensors: Tensor | None) -> bool:
-    """Whether all tensors that are not None have one dtype."""
-    return len({x.dtype for x in tensors if x is not None}) == 1
 
 
 def floored_norm(mixer: Any, x: Tensor) -> Tensor:
