@@ -34,12 +34,14 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
     of a layer, which take many kernels.
 
     Nothing is forgotten, as a CUDA graph may read it. What is made while a graph is captured lies in its memory, which
-    is used again, and is not kept, nor is a tensor without values or of a transform."""
+    is used again, and is not kept, nor is what a graph or trace records, a tensor without values or one of a transform.
+    """
     values: dict[tuple[Any, ...], Any] = {}
 
     @wraps(make)
     def made(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling() or _without_values() or torch._C._are_functorch_transforms_active():
+        recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
+        if recorded or _without_values() or torch._C._are_functorch_transforms_active():
             return make(*arguments)
         if arguments in values:
             return values[arguments]

@@ -179,9 +179,9 @@ def gate_and_norm(mixer: Any, t: Tokens) -> int:
     if groups is None or GateFirst not in kinds or read.gate != "silu" or not elementwise.gate_norm_takes(v, groups):
         return 0
     skip, weight = mixer.skip, mixer.norm_weight
-    given = [x for x in (t.out, t.parts["gate"], v, skip, weight) if x is not None]
-    alike = len({x.dtype for x in given}) == 1
-    if not (alike and elementwise.computes(mixer.backend, *given, in_graphs=True)):
+    activations, parameters = (t.out, t.parts["gate"], v), [p for p in (skip, weight) if p is not None]
+    alike = len({x.dtype for x in activations}) == 1
+    if not (alike and elementwise.computes(mixer.backend, *activations, *parameters, in_graphs=True)):
         return 0
     gate = t.sequences.tokenwise(mixer.gate, t.parts["gate"])
     reads = t.read.to(t.out.dtype) if ReadGateFirst in kinds else None

@@ -297,7 +297,8 @@ def _gate_norm_backward(d_y: Tensor, *given: Any) -> tuple[Tensor, ...]:
     sums = [None if p is None else x.new_empty((programs, len(p)), dtype=torch.float32) for p in (skip, weight)]
     d_x, d_gate, d_read = (None if z is None else like(z) for z in (x, gate, read))
     _launch_norm("gate_norm_backward", programs, given, settled(d_y), d_read, *sums, d_gate, d_x, total=total)
-    found = d_x, d_gate, d_read, *(None if d is None else d.sum(0).to(x.dtype) for d in sums)
+    of_parameters = (d if d is None else d.sum(0).to(p.dtype) for p, d in zip((skip, weight), sums, strict=True))
+    found = d_x, d_gate, d_read, *of_parameters
     return tuple(x.new_empty(0) if d is None else d for d in found)
 
 
@@ -311,7 +312,7 @@ def _differentiate_norm(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
     _, _, _, skip, read, weight = given = ctx.saved_tensors
     d_x, d_gate, *found = _norm_gradients(d_y, *given, *ctx.numbers)
     d_read, d_skip, d_weight = (None if p is None else d for p, d in zip((read, skip, weight), found, strict=True))
-    d_v = None if skip is None else d_x * skip[:, None]  # a graph fuses this with the other gradients to v
+    d_v = None if skip is None else (d_x * skip[:, None]).to(d_x.dtype)  # which a graph fuses with the others to v
     return d_x, d_gate, d_v, d_skip, d_read, d_weight, None, None
 
 
