@@ -332,7 +332,8 @@ def test_bfloat16_is_rounded_once():
     norm = lambda *given: elementwise.GatedNorm.apply(*given, 1e-5, True)  # noqa: E731
     agree(norm, plain_norm(True), x, gate, weight[:32], tolerance=2**-7)  # and the gradient that comes in
     given = of_gate_norm(1, 30, 2, 32, dtype=torch.bfloat16)
-    agree(gate_norm(1), plain_gate_norm(1), *given, tolerance=2**-7)
+    for parameters in (given[3:], [p.float() for p in given[3:]]):
+        agree(gate_norm(1), plain_gate_norm(1), *given[:3], *parameters, tolerance=2**-7)
     x, gate = x.flatten(-2), gate.flatten(-2)
     agree(elementwise.SiLUProduct.apply, elementwise.silu_product, x, gate, tolerance=2**-8)
     agree(Branches(), Branches(), x, gate, weight, tolerance=2**-7)  # and the sum
