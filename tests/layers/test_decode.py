@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.utils import prune
 
 from equation import MAX_ERROR_RATIO
 from headrace import linear_attention, zoo
@@ -228,6 +229,8 @@ CHANGES = {
     "replaced": ("kda", lambda mixer: setattr(mixer, "decay", layer("kda").decay)),
     "method": ("gla", reading), "op": ("gla", computing), "op of a delta rule": ("gated-deltanet", computing),
     "op of several memories": ("softmax-gla(competition.memories_per_head=2)", computing),
+    "pruned skip": ("mamba2", lambda mixer: prune.random_unstructured(mixer, "skip", 0.5)),
+    "pruned bonus": ("rwkv6", lambda mixer: prune.random_unstructured(mixer, "bonus", 0.5)),
     "another kind": ("kda", lambda mixer: setattr(mixer, "decay", layer("gated-deltanet").decay)),
 }  # fmt: skip
 
