@@ -82,8 +82,6 @@ class Freeze(Stage):
     """Keeps a memory whose write gate is 0 from decaying."""
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
-        if t.log_decay is None:
-            return
         written = t.write > (-math.inf if mixer.spec.competition.write == "beta" else 0)
         t.log_decay = torch.where(written if t.log_decay.dim() < 4 else written[..., None], t.log_decay, 0)
 

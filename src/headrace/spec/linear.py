@@ -22,7 +22,7 @@ Order = Annotated[int, Range("0 to 100", lambda n: 0 <= n <= 100)]  # of a Taylo
 RULES: Table[Callable[[Any], Iterator[tuple[bool, str]]]] = Table("rules")
 LAYERS: Table[str] = Table("linear_layers")  # as `Facts.layer`, of encoders
 # Besides a decay and the delta rule: fields that make the order of tokens matter, or that an encoder's memory lacks.
-APART = "inputs.conv", "inputs.shift", "inputs.key", "heads.qk_groups", "read.bonus", "competition.freeze"
+APART = "inputs.conv", "inputs.shift", "inputs.key", "heads.qk_groups", "read.bonus"
 LARGEST_FEATURES = 2**24  # rows of a head's memory; 8 GiB per head for values of 128
 
 
@@ -207,6 +207,10 @@ class MixerSpec(Spec):
             gate.freeze and (gate.write == "none" or erases),
             f"competition.freeze=True with write.rule={self.write.rule!r} and competition.write={gate.write!r} keeps "
             "no memory; expected a write gate, and for write.rule='delta', which erases, competition.write='beta'",
+        )
+        yield (
+            gate.freeze and self.decay.kind == "none",
+            "competition.freeze=True keeps a memory from decaying; expected a decay, got decay.kind='none'",
         )
 
     def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:
