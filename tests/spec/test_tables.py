@@ -70,6 +70,12 @@ def imported(*mixers, **settings):
 assert imported("softmax-gla", "transformer") == set()
 layer = {"type": "layer", "mixer": {"type": "attention", "pattern": {"window": 2}}, "mlp": "experts"}
 assert imported(layer, "gla", style={"experts": {"count": 4}}) == {"moe", "pattern", "gathered"}
+from headrace import layers, zoo
+from headrace.layers.linear.features import FEATURE_MAPS, QK_NORMS
+for table, row, change in (FEATURE_MAPS, "dpfp-1", "feature_map=dpfp-1"), (QK_NORMS, "sum", "qk_norm=sum"):
+    sys.modules.pop("headrace.extra.fast_weights", None), table.rows.pop(row, None)
+    layers.build(zoo.get(f"linear-attention(inputs.{change})"), hidden_size=8, num_heads=2)
+    assert row in table.rows  # a forward that is compiled could not import it
 """
     fresh.output(check)
 

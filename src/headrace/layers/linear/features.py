@@ -37,6 +37,9 @@ class FeatureMap(Stage):
     field = "inputs.feature_map"
     kinds = ("feature_map",)
 
+    def build(self, mixer: Any) -> None:
+        _ = FEATURE_MAPS[mixer.spec.inputs.feature_map]  # imports a plug-in's, which a forward that is compiled cannot
+
     def __call__(self, mixer: Any, t: Tokens) -> None:
         phi = FEATURE_MAPS[mixer.spec.inputs.feature_map]
         t.q, t.k = phi(t.q), phi(t.k) if "k" in mixer.parts else t.k
@@ -47,6 +50,9 @@ class QKNorm(Stage):
 
     field, values = "inputs.qk_norm", ("l2", "sum")
     kinds = ("qk_norm",)
+
+    def build(self, mixer: Any) -> None:
+        _ = QK_NORMS[mixer.spec.inputs.qk_norm]  # as FeatureMap
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         norm = QK_NORMS[mixer.spec.inputs.qk_norm]
