@@ -154,8 +154,6 @@ class Sequences:
             if torch.compiler.is_compiling():  # slices of less would make the range of a dynamic T begin above h
                 return torch.cat([history, x], 1)[:, self.T :].clone()
             return torch.cat([history[:, self.T :], x[:, -h:]], 1)  # a copy, which shares no memory with x
-        if self.T == 0:
-            return history
         # Negative places are in the history.
         places = self.cu_seqlens.diff()[:, None] + torch.arange(-h, 0, device=x.device)
         recent = x[0, (self.cu_seqlens[:-1, None] + places).clamp(min=0)]

@@ -24,7 +24,7 @@ def _unsupported_reason(call: Call) -> str | None:
         return f"it runs on the CPU, and v is on {device}"
     if dtype not in native.DTYPES:
         return f"it computes in float32, from float32 or bfloat16, and v is {dtype}"
-    if not (0 < K <= LARGEST and 0 < V <= LARGEST):
+    if K > LARGEST or V > LARGEST:
         return f"it takes K and V (V + 1 with normalize) from 1 to {LARGEST}, and they are {K} and {V}"
     if call.chunk_size is not None and call.chunk_size not in CHUNKS:
         return f"its chunks are multiples of 16 up to 128 tokens, and chunk_size is {call.chunk_size}"

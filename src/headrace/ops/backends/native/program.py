@@ -169,10 +169,9 @@ class Program:
 
     def state(self, place: int, field: str, shape: Sequence[int], *dtypes: torch.dtype) -> int:
         """Returns the index of a tensor [B, *shape] of the states."""
-        if (place, field) not in self.state_places:
-            self.state_places.append((place, field))
-            self.states.append(Expected(field, tuple(shape), dtypes or tuple(native.DTYPES)))
-        return self.state_places.index((place, field))
+        self.state_places.append((place, field))
+        self.states.append(Expected(field, tuple(shape), dtypes or tuple(native.DTYPES)))
+        return len(self.states) - 1
 
     def add(self, kind: str, **fields: Any) -> None:
         self.operations.append(Operation(kind, **fields))

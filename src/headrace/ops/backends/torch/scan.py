@@ -68,7 +68,7 @@ class Memory:
         """Returns what the sequences end with, [B or N, H, K, V]."""
         packed = self.chunks.sequences
         if packed is None:
-            edge = (self.after if self.chunks.count else self.before)[0 if self.reverse else -1]
+            edge = self.after[0 if self.reverse else -1]
             return edge.view(self.chunks.B, self.chunks.H, *edge.shape[1:]).clone()
         ends = self.after[packed.first if self.reverse else packed.last]
         return torch.where(packed.empty[:, None, None, None], self.first, ends)
