@@ -193,12 +193,21 @@ def test_hooks_and_other_outputs_have_no_graph(elsewhere, recorded):
     assert len(recorded) == 1 and model.engine.graph_refused is None
 
 
+def as_tensor(linear):
+    """Doubles a weight, which is no parameter then."""
+    double = 2 * linear.weight
+    del linear.weight
+    linear.weight = double
+
+
 def test_graph_is_captured_again_after_changes_alone(elsewhere, recorded):
     model, ids = build("softmax-gla"), tokens(2)
     block = model.model.backbone.layers[1]
     changes = {
         "numbers": (lambda: block.mlp.up_proj.weight.data.mul_(2), 0),
         "weight": (lambda: setattr(block.mlp.up_proj, "weight", nn.Parameter(block.mlp.up_proj.weight * 2)), 1),
+        "tensor": (lambda: as_tensor(block.mlp.down_proj), 1),
+        "tensor again": (lambda: as_tensor(block.mlp.down_proj), 1),
         "setting": (lambda: setattr(block.mixer_norm, "eps", 0.1), 1),
         "forward": (lambda: setattr(block.mlp, "forward", lambda x: x), 1),
         "op": (lambda: setattr(block.mixer, "op", lambda *given, **more: linear_attention(*given, **more)), 1),

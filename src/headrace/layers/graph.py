@@ -100,6 +100,7 @@ def _of(module: nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name not in KEPT:
             leaves, structure = tree_flatten(value)  # of adapters, the settings are in lists and dicts
+            leaves = [x.data_ptr() if isinstance(x, Tensor) else x for x in leaves]  # tensors that are no parameters
             yield name, structure, [x for x in leaves if isinstance(x, SCALARS) or callable(x)]
 
 
