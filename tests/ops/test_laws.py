@@ -70,6 +70,8 @@ CASES = [
     "softmax-mamba2(heads.qk_groups=2, read.norm=rms-groups, inputs.bias=true, read.bias=true, decay.dt_floor=0.01)",
     "softmax-kda(decay.rank=full, decay.lower_bound=-5.0, read.gate_bias=false, write.beta=sigmoid-2)",
     "retnet(decay.kind=slopes, decay.rate=0.5, inputs.value_map=silu, read.norm=rms-joint, read.gate=sigmoid)",
+    "softmax-gated-deltanet(inputs.shift=ddlerp, inputs.bias=true, competition.source=hidden)",
+    "softmax-deltaproduct(competition.write=beta, decay.kind=retnet)",
     "rg-lru(expand=2)", "short-conv(bias=true, conv_bias=true)", "rwkv4(expand=2)", "mamba(bias=true, conv_bias=false)",
     "mamba3(inputs.turns=0, inputs.order=1)",
     "sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)",
