@@ -21,6 +21,7 @@ from equation import MAX_ERROR_RATIO
 from headrace import HeadraceCache, InputError, quantize, zoo
 from headrace.hf.generation import MOST
 from headrace.spec import MixerSpec, Rope
+from headrace.spec.stack import BlockStyle, Decoder, Layer
 from headrace.verification.verify import relative
 
 LINEAR = tiny.covering([name for name in zoo.names() if isinstance(zoo.get(name), MixerSpec)])
@@ -185,6 +186,15 @@ def test_a_vocabulary_that_grows_is_noticed(tied):
     decoded(model, torch.randint(29, (2, 9)), 3)
     model.resize_token_embeddings(31, mean_resizing=False)
     assert is_accurate(model, torch.randint(31, (2, 9)))
+
+
+def test_blocks_without_an_mlp_and_with_two_mixers_before_a_norm():
+    bare = tiny.build(["gla", "transformer"], mlp="none", intermediate_size=None).float()
+    assert is_accurate(bare, torch.randint(29, (2, 9)))
+    both = Layer(zoo.get("gla"), parallel=zoo.get("mamba2"))
+    model = tiny.build(Decoder((both,), BlockStyle(order="post"))).float()
+    assert "two parallel mixers" in model.engine.unsupported_reason(model)
+    assert is_accurate(model, torch.randint(29, (2, 9)), check=False)
 
 
 def test_other_mixers_and_a_changed_forward_run_by_modules():

@@ -52,9 +52,6 @@ def add_backbone(program: Program, backbone: Backbone, x: int, D: int) -> None:
 
 def add_block(program: Program, block: Any, x: int, D: int) -> None:
     """Adds a block D wide: x = block(x)."""
-    if not isinstance(block, Block) or block.link is not None or block.cross is not None:
-        kind = type(block).__name__
-        raise UnsupportedError(f"it supports neither shared blocks nor cross-attention; the block is {kind}")
     if block.order == "post" and block.parallel is not None:
         raise UnsupportedError("two parallel mixers with order='post'")
     start = branch = program.columns(D)
