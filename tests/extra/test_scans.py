@@ -158,7 +158,10 @@ def test_state_space_equals_scipy(name, method):
     system = layer.system(torch.float64)
     u = torch.randn(1, T, layer.shape[0], dtype=torch.float64)
     with torch.no_grad():
-        convolved, last = Response(system, T)(u, None)
+        response = Response(system, T)
+        convolved, last = response(u, None)
+        begun, middle = response(u[:, :3], None)
+        close(torch.cat([begun, response(u[:, 3:], middle)[0]], 1), convolved)  # a state before more than one chunk
         x, steps = torch.zeros_like(last), []
         for token in u.unbind(1):
             y, x = system.step(x, token)

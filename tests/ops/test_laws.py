@@ -76,6 +76,7 @@ CASES = [
     "mamba3(inputs.turns=0, inputs.order=1)",
     "sliding-window(pattern.window=2)", "longformer(pattern.window=7)", "gqa(null=true)", "mqa(buckets=8)",
     "gqa(null=learned, gate=channel, qk_norm=joint, head_dim=6, bias=qkv, rope.dims=4)", "mla(q_rank=5, gate=head)",
+    "mla(rotary=false, gate=channel)", "fox(kv_heads=2, buckets=8)", "gla-outer(rank=4)",
     "sliding-window(null=learned, pattern.window=3, qk_norm=head, rope.kind=yarn, rope.original=8, rope.factor=4)",
     "bigbird(pattern.block=4, pattern.window=8, pattern.first=0, kv_heads=2, null=true, buckets=8)",
     "bigbird(pattern.block=4, pattern.window=8, pattern.first=6, kv_heads=2, null=true, buckets=8)",
