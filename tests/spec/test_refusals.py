@@ -29,7 +29,7 @@ CHANGES = {
         "competition.memories_per_head=0": "memories_per_head",
         "competition.memories_per_head=2, competition.write=none": "memories_per_head",
     },
-    "softmax-linear-attention": {"competition.top_k=2, competition.freeze=true": "expected a decay"},
+    "softmax-linear-attention": {"competition.top_k=2, competition.freeze=true": "decay.kind='none' keeps no memory"},
     "softmax-gated-deltanet": {
         "competition.gradient=all": "competition.top_k", "competition.freeze=true": "competition.top_k",
         "competition.top_k=2, competition.gradient=all, competition.write=beta": "logarithm of a gate of 0",

@@ -76,9 +76,8 @@ def choose(operation: str, name: str, *arguments: Any) -> Any:
     if name == "auto":
         for backend in BACKENDS.values():
             kernel = getattr(backend, operation)
-            if kernel is None or backend.missing() is not None or backend.on_request(*arguments):
-                continue
-            if kernel.unsupported_reason(*arguments) is None:
+            there = kernel is not None and backend.missing() is None and not backend.on_request(*arguments)
+            if there and kernel.unsupported_reason(*arguments) is None:
                 return kernel
         raise InputError(f"no backend has {operation} for these arguments")
     reason = unavailable(name, operation) or (kernel := getattr(_named(name), operation)).unsupported_reason(*arguments)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..utils.errors import InputError
 from .checks import as_bounds, check_sequences, sequence_ends
 from .parallel.context import current
 
@@ -30,7 +29,7 @@ class Sequences:
 
     @classmethod
     def of(cls, x: Tensor, cu_seqlens: "Tensor | Sequences | None") -> "Sequences":
-        """Returns the checked sequences of x [B, T, ·]; a Sequences of these dimensions as it is.
+        """Returns the checked sequences of x [B, T, ·]; a Sequences, which is of these dimensions, as it is.
 
         The values of the bounds are checked where nothing has to wait for them, and where x is the whole row.
 
@@ -39,9 +38,6 @@ class Sequences:
                 that do not ascend from 0 to T.
         """
         if isinstance(cu_seqlens, Sequences):
-            B, T = cu_seqlens.B, cu_seqlens.T
-            if x.shape[0] != B or x.shape[1] != T:
-                raise InputError(f"cu_seqlens are of [{B}, {T}] tokens and x has {list(x.shape)}")
             return cu_seqlens
         bounds = as_bounds(cu_seqlens)
         check_sequences(bounds, x)

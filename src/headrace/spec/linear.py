@@ -204,13 +204,10 @@ class MixerSpec(Spec):
         )
         erases = self.write.rule == "delta" and gate.write != "beta"
         yield (
-            gate.freeze and (gate.write == "none" or erases),
-            f"competition.freeze=True with write.rule={self.write.rule!r} and competition.write={gate.write!r} keeps "
-            "no memory; expected a write gate, and for write.rule='delta', which erases, competition.write='beta'",
-        )
-        yield (
-            gate.freeze and self.decay.kind == "none",
-            "competition.freeze=True keeps a memory from decaying; expected a decay, got decay.kind='none'",
+            gate.freeze and (gate.write == "none" or erases or self.decay.kind == "none"),
+            f"competition.freeze=True with write.rule={self.write.rule!r}, competition.write={gate.write!r} and "
+            f"decay.kind={self.decay.kind!r} keeps no memory; expected a write gate, and for write.rule='delta', which "
+            "erases, competition.write='beta', and a decay",
         )
 
     def idle_gates(self, hidden_size: int | None = None, num_heads: int | None = None) -> list[str]:

@@ -4,7 +4,7 @@ Dimensions: B batch, T tokens, D hidden size, H heads (Hq for q and k), K key, V
 """
 
 from collections.abc import Callable
-from functools import reduce
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +117,9 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
             module = program.module(mixer.get_submodule(parent), name, kind)
             for setting in {"eps", "kind"} & vars(module).keys():
                 program.fixed(module, setting)
-    paths = [path for path in WEIGHTS if _has_weight(mixer, path)]
+    # Also plain tensors, which pruning puts in place of parameters: the program has no weight then, and is refused.
+    held = {f"{path}.{n}".lstrip(".") for path, each in mixer.named_modules() for n in (*each._parameters, *vars(each))}
+    paths = [path for path in WEIGHTS if path in held and attrgetter(path)(mixer) is not None]
     for stage in mixer.stages:
         fields |= stage.native(mixer)
     weights = {WEIGHTS[path]: (mixer, path) for path in paths}
@@ -135,12 +137,6 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     program.add("layer", x=projected, out=read, other=x if reads_input else -1, layer=layer)
     add_linear(program, mixer, "o_proj", read, out, add)
     program.release(start)
-
-
-def _has_weight(mixer: Any, path: str) -> bool:
-    """Whether a mixer has a weight, also as a plain tensor, which pruning puts in place of a parameter. The program is
-    then refused: it would compute without a skip, a bonus or a bias that is no parameter."""
-    return isinstance(reduce(lambda module, name: getattr(module, name, None), path.split("."), mixer), Tensor)
 
 
 def add_linear(
