@@ -220,6 +220,8 @@ def test_state_of_another_mixer_is_refused():
                 made(x[:, 6:], tuple(states[name]), in_place=in_place)
             with pytest.raises(InputError, match=r"state\.\w+ is on meta; expected cpu"):
                 made(x[:, 6:], changed(states[name], lambda y: y.to("meta")), in_place=in_place)
+            with pytest.raises(InputError, match=r"state\.\w+ has dtype torch.int64; expected a floating-point dtype"):
+                made(x[:, 6:], changed(states[name], torch.Tensor.long), in_place=in_place)
             for other in others:
                 if form(states[other]) != form(states[name]):
                     with pytest.raises(InputError, match="state"):
