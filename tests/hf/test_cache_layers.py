@@ -22,11 +22,12 @@ def test_a_cache_has_an_object_for_each_layer(mixer):
     cache = model(ids, use_cache=True).past_key_values
     held = {x.untyped_storage().data_ptr() for s in cache.states for x in s if isinstance(x, torch.Tensor)}
     assert len(cache.layers) == len(cache) == len(model.config.layer_types) == model.config.num_hidden_layers
-    for layer, kind in zip(cache.layers, model.config.layer_types, strict=True):
+    for i, (layer, kind) in enumerate(zip(cache.layers, model.config.layer_types, strict=True)):
         views = [getattr(layer, name) for name in ("keys", "values") if kind != "linear_attention"]
         if kind.startswith(("linear", "hybrid")):
             views += [*layer.recurrent_states.values(), *layer.conv_states.values()]
             assert all(x is None or x.shape[1] > x.shape[2] for x in layer.conv_states.values())  # channels, tokens
+            assert cache.has_previous_state(i) and layer.number_of_states == len(layer.recurrent_states)
         else:
             assert layer.is_sliding == (kind == "sliding_attention") and layer.get_seq_length() == T
         views = [x for x in views if x is not None]

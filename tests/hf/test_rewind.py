@@ -357,6 +357,9 @@ def test_rows_of_snapshots_and_ids_change_together(model):
     for reader in (first, second):
         reader.read(tiny.tokens(1, 5))
         reader.cache.snapshot()
+    first.cache.append(HeadraceCache())
+    first.cache, read = HeadraceCache(), first.cache
+    first.cache.append(read)  # neither of them changes what was read
     first.cache.append(second.cache)
     last = tiny.tokens(2, 1)
     with pytest.raises(InputError, match="were read before sequences of another cache were appended"):
