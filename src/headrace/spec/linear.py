@@ -140,6 +140,7 @@ class MixerSpec(Spec):
         """Denominators that can vanish."""
         inputs, read, delta = self.inputs, self.read, self.write.rule == "delta"
         even = inputs.order is not None and inputs.order % 2 == 0
+        turned = (inputs.rotary and not inputs.rotary_first) or inputs.turns > 0  # which makes features negative again
         yield (
             read.norm in SUMS and not even and not self.positive,
             f"read.norm={read.norm!r} divides by q·z, which can vanish or change sign under inputs.feature_map="
@@ -147,7 +148,7 @@ class MixerSpec(Spec):
             "(elu+1, relu, dpfp) or an even order",
         )
         yield (
-            read.norm in SUMS and (delta or read.bonus or not self.positive_weights),
+            read.norm in SUMS and (delta or read.bonus or (turned and not even)),
             f"read.norm={read.norm!r} divides by q·z, which the delta rule, a bonus or rotary positions can make "
             "vanish; expected write.rule='add', read.bonus=False, and inputs.rotary=False or inputs.rotary_first=True",
         )
@@ -259,14 +260,6 @@ class MixerSpec(Spec):
         """Whether the feature map and the norm give no negative feature."""
         kind = self.inputs.feature_map
         return (kind in ("elu+1", "relu") or kind.startswith("dpfp")) and self.inputs.qk_norm != "rms-bias"
-
-    @property
-    def positive_weights(self) -> bool:
-        """Whether no pair of tokens has a negative weight."""
-        inputs = self.inputs
-        rotated_last = (inputs.rotary and not inputs.rotary_first) or inputs.turns > 0
-        even = inputs.order is not None and inputs.order % 2 == 0
-        return even or (self.positive and not rotated_last)
 
     @property
     def memories_per_head(self) -> int:
