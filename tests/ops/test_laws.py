@@ -234,6 +234,16 @@ def test_invalid_arguments_of_verify_are_refused(options, message):
         verification.verify(["gla"], **options)
 
 
+def test_a_seed_draws_the_same_layer_whatever_was_drawn_before():
+    found = []
+    for before in range(2):
+        torch.manual_seed(before)
+        mixer, x = specimen("gla", 3, in_block=True)
+        assert torch.initial_seed() == before
+        found.append([x, *mixer.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_small_gradients_are_measured_relative_to_their_norm():
     large, small = torch.tensor([1.0, 2.0]), torch.tensor([1e-20, 2e-20])
     assert worst([large, 1.5 * small], [large, small]) == pytest.approx(0.5)

@@ -98,7 +98,11 @@ def _of(module: nn.Module) -> Iterator[Any]:
         if x is not None:
             yield x.data_ptr(), x.shape, x.stride(), x.dtype, x.device
     for name, value in vars(module).items():
-        if name not in KEPT:
+        if name in KEPT:
+            continue
+        if isinstance(value, SCALARS):
+            yield name, value
+        else:
             leaves, structure = tree_flatten(value)  # of adapters, the settings are in lists and dicts
             leaves = [x.data_ptr() if isinstance(x, Tensor) else x for x in leaves]  # tensors that are no parameters
             yield name, structure, [x for x in leaves if isinstance(x, SCALARS) or callable(x)]

@@ -155,7 +155,9 @@ def specimen(name: str, seed: int, hidden: int = HIDDEN, in_block: bool = False)
     generator = torch.Generator().manual_seed(seed)
     draw = partial(torch.randn, generator=generator, dtype=torch.float64)
     spec, sizes = zoo.mixer(name), Sizes(hidden, HEADS, hidden)
-    mixer = (Alone(Block(spec, sizes, 1, 3)) if in_block else subject(spec, hidden)).double()
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        mixer = (Alone(Block(spec, sizes, 1, 3)) if in_block else subject(spec, hidden)).double()
     set_backend(mixer, "auto")
     with torch.no_grad():
         for path, parameter in mixer.named_parameters():
