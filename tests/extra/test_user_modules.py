@@ -17,7 +17,8 @@ from headrace.training import recipes
 from headrace.training.model import build, counted
 from headrace.utils import plugins
 from plugged import folder
-from tiny import config
+from tiny import build as build_tiny
+from tiny import config, tokens
 
 __all__ = ["folder"]  # a fixture
 
@@ -41,6 +42,22 @@ def test_weights_are_those_of_the_constructor_and_buffers_come_back(folder):
     model.save_pretrained("model")
     module = load("model").model.backbone.layers[0].mixer.module
     assert (module.weight == 3).all() and torch.equal(module.rates, torch.linspace(0, 1, 32))
+
+
+def test_sequences_of_a_module_without_a_state_are_joined(folder):
+    class Stateless(nn.Linear):
+        def __init__(self, hidden_size):
+            super().__init__(hidden_size, hidden_size)
+
+        def forward(self, x, state=None):
+            return super().forward(x), None
+
+    headrace.register_mixer("mine", Stateless)
+    model, ids, following = build_tiny(["gla", "mine"]), tokens(3), tokens(3, 1)
+    whole, first, others = (model(part, use_cache=True).past_key_values for part in (ids, ids[:1], ids[1:]))
+    first.append(others)
+    expected, joined = (model(following, past_key_values=cache).logits for cache in (whole, first))
+    torch.testing.assert_close(joined, expected)
 
 
 def test_padding_and_packs_of_a_module_equal_its_rows(folder):

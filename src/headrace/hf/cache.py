@@ -244,10 +244,12 @@ class HeadraceCache(Cache):
             self.__dict__.update(other.__dict__)
         elif theirs is not None:
             kinds, others = ([*map(type, each), *(x.shape[1:] for x in tensors(each))] for each in (mine, theirs))
-            same = kinds == others and not {AttentionState, type(None)} & {*kinds}
+            same = kinds == others and AttentionState not in kinds and {*kinds} != {type(None)}  # which have no rows
             require(same, "append joins states of the same kinds and of one size; expected such states of both caches")
-            pairs = [(type(a), zip(a, b, strict=True)) for a, b in zip(mine, theirs, strict=True)]
-            self.covered_states = [of(*(x if x is None else torch.cat([x, y]) for x, y in each)) for of, each in pairs]
+            self.covered_states = [
+                a and type(a)(*(x if x is None else torch.cat([x, y]) for x, y in zip(a, b, strict=True)))
+                for a, b in zip(mine, theirs, strict=True)
+            ]
             self.snapshots.forget(self.columns, "were read before sequences of another cache were appended")
 
     def _select(self, name: str, indices: Any) -> None:
