@@ -99,7 +99,7 @@ LFM3 = {"mixer_after": "post_operator_norm", "mlp_after": "post_ffn_norm"}
 def rotated(c: Fields, kind: str, d: int) -> tuple[Rope, tuple[int, ...]]:
     """Returns the rotation of a kind of layers, and the order of a head's channels for it. "proportional" turns a share
     of the frequencies of all channels: the first ones of each half of a head."""
-    if (given := (c["rope_parameters"] or {}).get(kind)) is None:
+    if (given := c["rope_parameters"].get(kind)) is None:
         c.refuse("rope_parameters", f"parameters of {kind}")
     if given.get("rope_type") != "proportional":
         return own_rotation(c, d, given), (*range(d),)

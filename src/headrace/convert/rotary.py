@@ -26,7 +26,7 @@ def rotation(c: Fields, head_dim: int, partial: bool = False, parameters: Config
 
     partial: whether the model reads partial_rotary_factor; other models ignore it. parameters: of one kind of layers;
     None: those of all."""
-    given: Config = dict((c["rope_parameters"] or {}) if parameters is None else parameters)
+    given: Config = dict(c["rope_parameters"] if parameters is None else parameters)
     kind: Any = str(given.pop("rope_type", "default"))
     part = given.pop("partial_rotary_factor", 1.0)
     mscales = [given.pop(name, None) for name in MSCALES if kind == "yarn"]
@@ -61,9 +61,9 @@ def mscale(factor: float, weight: float) -> float:
 
 def latent_scale(c: Fields, rope: Rope, head_dim: int) -> Any:
     """Returns the scale of the logits in DeepSeek-V3, where mscale_all_dim is the weight of an amplitude of q and of
-    k."""
+    k. `rotation` refuses it for another rope_type than yarn."""
     weight = c["rope_parameters"].get("mscale_all_dim")
-    return head_dim**-0.5 * mscale(rope.factor, weight) ** 2 if weight and rope.kind == "yarn" else "key"
+    return head_dim**-0.5 * mscale(rope.factor, weight) ** 2 if weight else "key"
 
 
 def rope_parameters(rope: Rope, theta: float) -> Config:
@@ -72,7 +72,7 @@ def rope_parameters(rope: Rope, theta: float) -> Config:
     values = {names[name]: getattr(rope, name) for name in ROPES[rope.kind] if getattr(rope, name) is not None}
     if rope.kind == "dynamic":  # which has max_position_embeddings
         values.pop(ORIGINAL)
-    return values | {"rope_theta": rope.theta or theta, "rope_type": rope.kind}
+    return values | {"rope_theta": theta, "rope_type": rope.kind}
 
 
 def own_rotation(c: Fields, head_dim: int, parameters: Config) -> Rope:

@@ -110,7 +110,7 @@ def by_kind(c: Fields, **options: Any) -> list[AttentionSpec]:
     d, _ = spec.head_dims(c["hidden_size"], c["num_attention_heads"])
     specs = windowed(c, replace(spec, rotary=True))
     for i, kind in enumerate(c["layer_types"]):
-        if (own := (c["rope_parameters"] or {}).get(kind)) is None:
+        if (own := c["rope_parameters"].get(kind)) is None:
             c.refuse("rope_parameters", f"parameters of {kind}")
         specs[i] = replace(specs[i], rope=own_rotation(c, d, own))
     return specs
