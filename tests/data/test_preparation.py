@@ -481,6 +481,13 @@ def test_the_sample_is_independent_of_what_is_held_out(seed):
     assert abs(agreeing - 1500) < 6 * (3000 * 0.25) ** 0.5
 
 
+def test_a_sample_has_all_parts_of_a_document_or_none():
+    parts = [sources.Row("a", i, "text", 4, 4 * part, part == 2) for i in range(100) for part in range(3)]
+    kept = list(sources.Sample(0.5, 0).kept(parts))
+    chosen = {row.number for row in kept}
+    assert kept == [row for row in parts if row.number in chosen] and 20 < len(chosen) < 80
+
+
 def test_sample_of_all_documents_reads_whole_files_in_random_order(files):
     source = tuple(map(str, sorted(files.glob("*"))))
     order = chosen(source, 1.0, 3)

@@ -326,15 +326,21 @@ def test_request_in_flight_when_the_server_ends_gets_an_error_in_json(checkpoint
     assert answer.status_code == 503 and error["type"] == "server_error" and error["message"].startswith("the server ")
 
 
-def test_stop_strings_of_the_folder_end_every_text(tmp_path):
+@pytest.mark.parametrize("setting", ["stop_strings", "one string", "eos_token_id"])
+def test_ends_of_the_folder_end_every_text(setting, tmp_path):
+    """Stop strings, or several tokens."""
     folder = save(tmp_path, ASCII)
     model = load(folder)
     whole = greedy(folder, "question7:")
-    model.generation_config.stop_strings = [whole[4:6]]
+    if setting == "eos_token_id":
+        model.generation_config.eos_token_id = [ASCII - 1, byte_level()(whole[4]).input_ids[0]]
+    else:
+        model.generation_config.stop_strings = whole[4:6] if setting == "one string" else [whole[4:6]]
     model.save_pretrained(folder)
     with serving(folder) as base:
         answer = ask(connect(base), "question7:", stop=["not in the text"]).choices[0]
-    assert answer.text == whole[: whole.index(whole[4:6])] and answer.finish_reason == "stop"
+    ended = whole.index(whole[4] if setting == "eos_token_id" else whole[4:6])
+    assert answer.text == whole[:ended] and answer.finish_reason == "stop"
 
 
 def test_unusable_address_is_refused(checkpoint):

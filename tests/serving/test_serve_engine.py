@@ -129,6 +129,23 @@ def test_error_of_one_stream_does_not_end_others(model):
     assert fine.ended().pieces[-1].tokens == 4 and isinstance(failed.pieces[0], Exception)
 
 
+def test_prompts_that_fail_together_are_read_one_by_one(model, monkeypatch):
+    """As where memory is enough for each, and not for all."""
+    one, prompts, packs = Engine(model, byte_level()), ([1, 2], [3], [4, 5, 6]), []
+
+    def fails(given):
+        packs.append(len(given))
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(one, "_packed", fails)
+    together, alone = ([Client(model, prompt, 4) for prompt in prompts] for _ in range(2))
+    one.submit(*(client.stream for client in together))
+    for client, other in zip(together, alone, strict=True):
+        Engine(model, byte_level()).submit(other.stream)
+        assert client.ended().text == other.ended().text
+    assert packs == [3]
+
+
 @pytest.mark.parametrize("broken", ["probabilities", "text"])
 def test_error_of_a_token_ends_its_stream_alone(model, broken):
     """Of two streams in one batch, one has probabilities that are not numbers, or a token that cannot be decoded."""

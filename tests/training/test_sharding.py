@@ -111,6 +111,12 @@ def test_sharded_training_equals_one_process(runs, name):
     load(runs / f"{name}-2" / "model")  # an ordinary checkpoint
 
 
+def test_two_copies_of_sharded_weights_equal_one_process(runs, few, tmp_path):
+    """In four processes. Each copy is shared by two of them, which also share the tokens of their rows."""
+    assert train_all([Run(tmp_path / "four", changes("context", shard=2))], few, 4) == [0] * 4
+    assert difference(tmp_path / "four", runs / "context-1") < ERROR
+
+
 @pytest.mark.parametrize("name", ["2-1", "1-2", "2-ddp"])
 def test_killed_run_resumes_in_another_number_of_processes(runs, name):
     assert difference(runs / name, runs / "softmax-gla-1") < ERROR
