@@ -92,7 +92,7 @@ def test_the_core_does_not_grow():
 def test_the_rooms_around_the_core_do_not_grow():
     """Without plug-ins and formats of checkpoints, which may."""
     apart = {*CORE, "extra", "history", "convert"}
-    assert lines(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts[0] not in apart) <= 20_339
+    assert lines(p for p in SOURCE.rglob("*.py") if p.relative_to(SOURCE).parts[0] not in apart) <= 20_330
 
 
 def test_parts_are_in_import_order():

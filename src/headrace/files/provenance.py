@@ -132,12 +132,11 @@ def defaults(value: Any, at: Place = ()) -> Iterator[Place]:
 
 
 def difference(
-    held: Any, current: Any, where: str = "the plan", optional: Collection[Place] = (), at: Place = ()
+    held: Any, current: Any, optional: Collection[Place] = (), at: Place = ()
 ) -> tuple[str, str, str] | None:
     """Returns the first difference of two JSON values: (its name, the value in held, the value in current), or None.
 
     Args:
-        where: the name of a value that has none of its own.
         optional: places of `current` that `held` may lack.
         at: the place of the two values.
     """
@@ -149,7 +148,7 @@ def difference(
     elif held == current:
         return None
     else:
-        name = next((part for part in reversed(at) if isinstance(part, str)), where)
+        name = next((part for part in reversed(at) if isinstance(part, str)), "the plan")
         before, now = (value if value is ABSENT else short(value) for value in (held, current))
         return name, before, now
-    return next(filter(None, (difference(a, b, where, optional, (*at, name)) for name, a, b in pairs)), None)
+    return next(filter(None, (difference(a, b, optional, (*at, name)) for name, a, b in pairs)), None)

@@ -246,10 +246,8 @@ class HeadraceCache(Cache):
             kinds, others = ([*map(type, each), *(x.shape[1:] for x in tensors(each))] for each in (mine, theirs))
             same = kinds == others and AttentionState not in kinds and {*kinds} != {type(None)}  # which have no rows
             require(same, "append joins states of the same kinds and of one size; expected such states of both caches")
-            self.covered_states = [
-                a and type(a)(*(x if x is None else torch.cat([x, y]) for x, y in zip(a, b, strict=True)))
-                for a, b in zip(mine, theirs, strict=True)
-            ]
+            added = iter(tensors(theirs))
+            self.covered_states = [copied(state, lambda x: torch.cat([x, next(added)])) for state in mine]
             self.snapshots.forget(self.columns, "were read before sequences of another cache were appended")
 
     def _select(self, name: str, indices: Any) -> None:

@@ -18,7 +18,6 @@ from ..files.devices import on_device
 from ..layers.blocks.block import Block, Sizes
 from ..layers.blocks.stack import Backbone
 from ..ops.attention import linear_attention
-from ..ops.call import TOKENWISE
 from ..ops.dispatch import BACKENDS, set_backend, unavailable
 from ..ops.reference import literal
 from ..spec.stack import Decoder
@@ -187,17 +186,10 @@ def subject(spec, hidden: int) -> nn.Module:
 def literal_op(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens: Tensor | None = None, backend: str = "auto", **arguments
 ):
-    """`linear_attention` by the literal loop: shared q and k heads repeated, packed sequences one by one."""
-    assert backend == "auto"
+    """`linear_attention` by the literal loop: shared q and k heads repeated, and no packed sequences."""
+    assert backend == "auto" and cu_seqlens is None
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], 2) for x in (q, k))
-    if cu_seqlens is None:
-        return literal(q, k, v, **arguments)
-    assert "initial_state" not in arguments
-    per_token = {"q": q, "k": k, "v": v} | {n: y for n, y in arguments.items() if n in TOKENWISE and y is not None}
-    # Empty sequences are left out, and have no row of the state.
-    pieces = zip(*(y.split(cu_seqlens.unique().diff().tolist(), 1) for y in per_token.values()), strict=True)
-    results = [literal(**arguments | dict(zip(per_token, piece, strict=True))) for piece in pieces]
-    return tuple(torch.cat(parts, i) for parts, i in zip(zip(*results, strict=True), (1, 0), strict=True))
+    return literal(q, k, v, **arguments)
 
 
 def with_op(mixer: nn.Module, x: Tensor, **settings) -> Tensor:
