@@ -8,6 +8,7 @@ import weakref
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from decoding import decoded, error_of_modules, is_accurate, read
 from equation import MAX_ERROR_RATIO
 from headrace import HeadraceCache, InputError, quantize, zoo
 from headrace.hf.generation import MOST
+from headrace.layers.linear.readout import Gate
 from headrace.spec import MixerSpec, Rope
 from headrace.spec.stack import BlockStyle, Decoder, Layer
 from headrace.verification.verify import relative
@@ -171,6 +173,56 @@ def test_layers_in_wrappers_and_removed_layers_run(name):
             assert is_accurate(changed, torch.randint(29, (2, 9)), check=False)
     del model.model.layers[0]
     assert is_accurate(model, torch.randint(29, (2, 9)), check=False)
+
+
+def tie(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+def activate(model):
+    model.model.layers[0].mlp.activation = torch.tanh
+
+
+def order(model):
+    model.model.layers[0].order = "branch"
+
+
+def ungate(model):
+    mixer = model.model.layers[0].mixer
+    mixer.readout = tuple(stage for stage in mixer.readout if type(stage) is not Gate)
+
+
+def doubled(mixer, *args, **more):
+    y, state = type(mixer).run(mixer, *args, **more)
+    return 2 * y, state
+
+
+def double(model):
+    mixer = model.model.layers[0].mixer
+    mixer.run = MethodType(doubled, mixer)
+
+
+@pytest.mark.parametrize("began", [False, True])
+@pytest.mark.parametrize("change", [tie, activate, order, ungate, double])
+def test_a_model_that_was_changed_decodes_as_it_is(change, began):
+    model, ids = tiny.build("softmax-gla", style={"mlp": "swiglu"}).float(), torch.randint(29, (1, 9))
+    if began:
+        decoded(model, ids, 3)
+    change(model)
+    assert is_accurate(model, ids, check=False)
+    other = copy.deepcopy(model.model.layers[0].mixer)
+    x = torch.randn(2, 5, other.hidden_size)
+    outputs, state = [], None
+    for token in x.split(1, 1):
+        y, state = other(token, state, in_place=True)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), other(x)[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mlp", ["geglu-tanh", "gelu-tanh"])
+def test_a_copy_has_the_activation_of_its_kind(mlp):
+    model = copy.deepcopy(pickle.loads(pickle.dumps(tiny.build("gla", style={"mlp": mlp}).float())))
+    assert model.engine.unsupported_reason(model) is None
 
 
 def test_a_second_bias_of_a_decay_is_refused():

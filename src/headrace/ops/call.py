@@ -68,11 +68,8 @@ class Call(NamedTuple):
         if self.queries == 1:
             return self
         shared = {"k": 2, "v": 2, "log_decay": 2, "beta": 2, "write_gate": 2, "initial_state": 1, "bonus": 0}
-        repeated = {
-            name: x.repeat_interleave(self.queries, min(dim, x.dim() - 1))
-            for name, dim in shared.items()
-            if (x := getattr(self, name)) is not None
-        }
+        given = {name: (x, dim) for name, dim in shared.items() if (x := getattr(self, name)) is not None}
+        repeated = {name: x.repeat_interleave(self.queries, min(dim, x.dim() - 1)) for name, (x, dim) in given.items()}
         return self._replace(**repeated)
 
     def with_tokens(self) -> "Call":

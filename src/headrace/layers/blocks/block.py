@@ -5,7 +5,6 @@ Dimensions: B batch, T tokens, D hidden size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -42,10 +41,14 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-# By name, none a lambda, which cannot be pickled with a model.
+def gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+# By name, functions that are the same objects in a copied or pickled model.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu, "geglu": F.gelu, "gelu": F.gelu, "relu": F.relu, "relu2": relu2,
-    "geglu-tanh": partial(F.gelu, approximate="tanh"), "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "geglu-tanh": gelu_tanh, "gelu-tanh": gelu_tanh,
 }  # fmt: skip
 BEFORE = ("pre", "both", "parallel", "parallel-joint")  # orders in which branches have norms of their inputs
 AFTER = {"branch": "_norm", "both": "_after"}  # how the norm of the output of a branch is called, by the order

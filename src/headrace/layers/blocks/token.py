@@ -2,17 +2,19 @@
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import nn
 
 from ...ops.backends.native.program import NAMES, Program, UnsupportedError
+from ...utils.errors import shown
 from ..linear.token import add_linear, token_of
 from ..norms import OffsetRMSNorm
 from ..quantized import QuantizedLinear
-from .block import AFTER, BEFORE, MLP, Block
+from .block import AFTER, BEFORE, MLP, gelu_tanh, relu2
 from .stack import Backbone
 
 NORMS = {nn.RMSNorm: "rms", OffsetRMSNorm: "rms-offset", nn.LayerNorm: "layer"}
-ACTIVATIONS = {"swiglu": "silu", "geglu": "gelu", "geglu-tanh": "gelu-tanh"}  # of an MLP whose name is not its own
+ACTIVATIONS: Any = {F.silu: "silu", F.gelu: "gelu", F.relu: "relu", relu2: "relu2", gelu_tanh: "gelu-tanh"}
 
 
 def language_model(program: Program, model: Any) -> None:
@@ -23,9 +25,7 @@ def language_model(program: Program, model: Any) -> None:
     embedding = program.module(model.model, "embed_tokens", nn.Embedding)
     backbone = program.module(model.model, "backbone", Backbone)
     program.module(backbone, "layers", nn.ModuleList)
-    program.fixed(backbone, "embedding_scale")
-    program.fixed(model, "cap")
-    program.fixed(embedding, "num_embeddings")  # which resize_token_embeddings changes
+    program.fixed(model, "cap", "model.backbone.embedding_scale", "model.embed_tokens.num_embeddings")
     program.vocabulary, D = shape = embedding.weight.shape
     x, weight = program.columns(D), program.weight(embedding, "weight", shape)
     program.add("embed", out=x, outputs=D, number=backbone.embedding_scale, weight=weight)
@@ -44,7 +44,7 @@ def add_backbone(program: Program, backbone: Backbone, x: int, D: int) -> None:
             raise UnsupportedError(f"the model has {name}={type(getattr(backbone, name)).__name__}")
     if type(backbone.embedding_norm) is not nn.Identity:
         add_norm(program, backbone, "embedding_norm", x, x)
-    for name, _ in backbone.layers.named_children():
+    for name in backbone.layers._modules:  # also a block that occurs twice
         add_block(program, program.module(backbone.layers, name, backbone.block_class), x, D)
     if type(backbone.norm) is not nn.Identity:
         add_norm(program, backbone, "norm", x, x)
@@ -52,6 +52,7 @@ def add_backbone(program: Program, backbone: Backbone, x: int, D: int) -> None:
 
 def add_block(program: Program, block: Any, x: int, D: int) -> None:
     """Adds a block D wide: x = block(x)."""
+    program.fixed(block, "order")
     if block.order == "post" and block.parallel is not None:
         raise UnsupportedError("two parallel mixers with order='post'")
     start = branch = program.columns(D)
@@ -89,8 +90,9 @@ def _add_mlp(program: Program, mlp: MLP, x: int, out: int, add: bool) -> None:
     """Adds an MLP: out = mlp(x), or out += mlp(x)."""
     width = program.module(mlp, "up_proj", nn.Linear, QuantizedLinear).out_features
     start = hidden = program.columns(width)
-    kind = ACTIVATIONS.get(mlp.kind, mlp.kind)
-    program.fixed(mlp, "kind", "activation")
+    program.fixed(mlp, "activation")
+    if (kind := ACTIVATIONS.get(mlp.activation)) is None:
+        raise UnsupportedError(f"it does not support activation={shown(mlp.activation)}, in an MLP")
     fields = {"x": hidden, "out": hidden, "inputs": width, "what": NAMES["activation"].index(kind)}
     if mlp.gate_proj is None:
         add_linear(program, mlp, "up_proj", x, hidden)

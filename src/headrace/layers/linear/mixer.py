@@ -103,7 +103,7 @@ class LinearMixer(Mixer, HasBackend):
         self._build(hidden_size)
         for sentence in spec.idle_gates(hidden_size, num_heads):
             warnings.warn(sentence, GateWarning, stacklevel=3)
-        self.program = ProgramOf(mixer_program)
+        self.program, self.made = ProgramOf(mixer_program), self.stages  # for which alone the program stands
         self.part_classes = {name: type(module) for name, module in self.named_modules()}
         self.reset_parameters()
 

@@ -56,8 +56,8 @@ def mixer_program(program: Program, mixer: Any) -> None:
 
 def find_program(mixer: Any, x: Tensor) -> tuple[Bound | None, str | None]:
     """Returns (the native program that computes x [B, T, D] in place, None), or (None, why there is none)."""
-    if token_of(type(mixer)) is None:
-        return None, f"the mixer is a {type(mixer).__name__}"
+    if token_of(type(mixer)) is None or "run" in vars(mixer):
+        return None, f"the mixer is a {type(mixer).__name__}" + " with a run of its own" * ("run" in vars(mixer))
     if torch.compiler.is_compiling():
         return None, "a graph is traced"
     if x.dim() != 3 or not len(x) or x.shape[1] != 1 or x.shape[2] != mixer.hidden_size:
@@ -77,10 +77,8 @@ def run_mixer(program: Bound, mixer: Any, x: Tensor, state: Any) -> Tensor | Non
     autograd needs, of another dtype, or not contiguous.
 
     Raises InputError for a state that shares memory."""
-    known = isinstance(state, mixer.state_kind)
-    known = known and sum(each is not None for each in state) == len(program.program.states)
-    ready = program.take([state], len(x)) if known else None
-    if ready is None:
+    held = sum(each is not None for each in state) if isinstance(state, mixer.state_kind) else None
+    if held != len(program.program.states) or (ready := program.take([state], len(x))) is None:
         return None
     y = like(x)
     ready.run({0: x.contiguous(), len(program.program.operations) - 1: y})
@@ -97,11 +95,12 @@ def add_mixer(program: Program, mixer: Any, x: int, out: int, place: int, add: b
     Raises:
         UnsupportedError: for a spec, an `op` or a backend that the program does not compute.
     """
-    if mixer.op is not linear_attention:
-        raise UnsupportedError("the mixer has another `op`")
+    if mixer.op is not linear_attention or mixer.stages != mixer.made:
+        raise UnsupportedError("the mixer has another `op`, or other stages than its spec asks for")
     if mixer.backend not in ("auto", "native"):
         raise UnsupportedError(f"the layer's backend is {mixer.backend}")
-    program.fixed(mixer, "norm_eps", "group_eps", "rope_theta", "rope", "scale", "logit_scale", "backend", "op", "spec")
+    settings = "norm_eps", "group_eps", "rope_theta", "rope", "scale", "logit_scale", "backend", "op", "spec", "stages"
+    program.fixed(mixer, *settings)
     spec, parts, gate = mixer.spec, mixer.parts, mixer.spec.competition or Competition()
     H, K, V = mixer.H, mixer.K, mixer.V
     fields = ABSENT | {

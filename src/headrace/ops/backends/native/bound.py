@@ -130,10 +130,8 @@ class Bound:
     def _packed(self, states: list[Tensor], places: list[int]) -> tuple[bytes, bytes]:
         operations = zip(self.program.operations, self.of_operations, strict=True)
         layers = zip(self.program.layers, self.of_layers, strict=True)
-        return (
-            b"".join(_OPERATION.pack(*self._operation(op, dtype, states, places)) for op, dtype in operations),
-            b"".join(_LAYER.pack(*self._layer(layer, dtype, places)) for layer, dtype in layers),
-        )
+        packed = b"".join(_OPERATION.pack(*self._operation(op, dtype, states, places)) for op, dtype in operations)
+        return packed, b"".join(_LAYER.pack(*self._layer(layer, dtype, places)) for layer, dtype in layers)
 
     def _operation(self, op: Operation, dtype: torch.dtype | None, states: list[Tensor], places: list[int]) -> Iterable:
         if dtype is None:

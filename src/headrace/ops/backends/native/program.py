@@ -98,8 +98,8 @@ class Modules:
         self.places.append((parent._modules, name))
 
     def are_plain(self) -> bool:
-        """Whether no module has a hook or a forward of its own. (Those of a backward never run in a program.)"""
-        return not any(self.hooks) and not any("forward" in attributes for attributes in self.attributes)
+        """Whether no module has a hook, a forward or a run of its own. (Hooks of a backward never run in a program.)"""
+        return not any(self.hooks) and not any("forward" in own or "run" in own for own in self.attributes)
 
     def are_same(self, plain: bool) -> bool:
         """Whether the modules are in their places, of their classes, plain or not, and have no more parameters."""
