@@ -343,6 +343,23 @@ def test_fields_changed_in_place_are_read():
     assert changed.sizes.style.norm == changed.stack.style.norm == "layer"
 
 
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"mlp": "gelu"}, "mlp='gelu' and style.mlp='swiglu' in a config; expected one, of a new config"),
+        ({"style": {"mlp": "gelu"}}, "mlp='swiglu' and style.mlp='gelu' in a config"),
+        ({"mixer": zoo.get("retnet")}, "mixer='MixerSpec(.*; expected a dict as to_json returns it"),
+    ],
+)
+def test_a_field_that_is_set_later_is_stored_or_refused(change, sentence):
+    """Otherwise the model would be another than the one that is loaded, or could not be saved."""
+    config = HeadraceConfig(mixer="gla", vocab_size=29, hidden_size=16, num_hidden_layers=1)
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(InputError, match=sentence.replace("(", r"\(")):
+        HeadraceForCausalLM(config)
+
+
 def test_changes_of_a_stored_config_are_checked(tmp_path):
     build("gla").save_pretrained(tmp_path)
     with pytest.raises(InputError, match="num_heads=-1; expected a positive integer"):

@@ -176,9 +176,7 @@ class HeadraceConfig(PreTrainedConfig):
         return BlockStyle()
 
     def _set_style(self, base: BlockStyle) -> None:
-        style = as_style(self.style, base)
-        if self.mlp is not None:
-            style = as_style({"mlp": self.mlp}, style)
+        style = as_style({} if self.mlp is None else {"mlp": self.mlp}, as_style(self.style, base))
         self.style, self.mlp = to_json(style), style.mlp
         if self.mlp == "none" and self.intermediate_size is not None:
             raise InputError(f"mlp='none' has no width; expected intermediate_size=None, got {self.intermediate_size}")
@@ -189,7 +187,10 @@ class HeadraceConfig(PreTrainedConfig):
     def stack(self) -> Decoder:
         """The layers that are repeated over the depth, and their style."""
         mixers = self.mixer if isinstance(self.mixer, list) else [self.mixer]
-        return _stack(json.dumps([mixers, self.style], default=to_json), tuple(TYPES.rows.values()))
+        stack = _stack(json.dumps([mixers, self.style], default=shown), tuple(TYPES.rows.values()))
+        both = f"mlp={shown(self.mlp)} and style.mlp={stack.style.mlp!r} in a config; expected one, of a new config"
+        require(self.mlp == stack.style.mlp, both)
+        return stack
 
     @property
     def mixers(self) -> list[Spec]:
