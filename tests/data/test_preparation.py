@@ -217,6 +217,21 @@ def test_a_text_file_of_a_folder_is_one_document(tmp_path):
     assert read(tmp_path) == [(text, "") for text in texts]
 
 
+def test_a_folder_is_named_from_within_it(tmp_path, monkeypatch):
+    """`datasets` takes a name from the last part of a path."""
+    for name in ("train.txt", "test.txt"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    assert read(".") == [("train.txt", "")]
+
+
+def test_a_folder_with_a_row_that_is_no_json_is_read_by_the_names_of_its_files(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\nno json\n")
+    with pytest.raises(InputError, match=r"cannot be read: .*; expected its files by name, of which invalid rows"):
+        read(tmp_path)
+    assert [text for text, _ in read(tmp_path / "a.jsonl")] == ["one", ""]
+
+
 def test_a_folder_of_two_kinds_is_refused(tmp_path):
     """`datasets` takes one kind and leaves the other out. What is about the data is none."""
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}) + "\n")

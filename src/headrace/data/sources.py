@@ -97,7 +97,8 @@ def _read(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | Non
         except InputError:
             raise
         except Exception as error:  # each library that reads raises classes of its own
-            raise InputError(f"source {source!r} cannot be read: {_cause(error)}") from error
+            cure = "; expected its files by name, of which invalid rows are left out" * Path(source).is_dir()
+            raise InputError(f"source {source!r} cannot be read: {_cause(error)}{cure}") from error
 
 
 def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | None) -> Callable[[str], Iterator[Row]]:
@@ -112,13 +113,10 @@ def _reader(sources: tuple[str, ...], column: str, cut: bool, sample: Sample | N
         raise InputError(f"source {sources[min(again)]!r} is given twice; expected each file once")
     kinds = {_kind(file) for file in files}
     require(len(kinds) <= 1, f"the sources mix {' and '.join(sorted(kinds))} files; expected one kind")
-    if kinds == {"text"} and column != "text":
-        raise InputError(f"--column {column!r} with {sources[0]!r}, a text without columns; expected it left out")
-    return {
-        "text": partial(_text, cut=cut),
-        "json": partial(_json, column=column),
-        "parquet": partial(_parquet, column=column),
-    }[kinds.pop()]
+    if kinds != {"text"}:
+        return partial(_json if kinds == {"json"} else _parquet, column=column)
+    require(column == "text", f"--column {column!r} with {sources[0]!r}, a text without columns; expected it left out")
+    return partial(_text, cut=cut)
 
 
 def _kind(file: Path) -> str:
@@ -278,8 +276,9 @@ def _parquet(source: str, column: str) -> Iterator[Row]:
 def _data_set(source: str, column: str, sample: Sample | None) -> Iterator[Row]:
     """Of a folder, or of the Hub: `owner/name` or `owner/name:configuration`."""
     local = Path(source).is_dir()
-    name, _, configuration = (source, "", "") if local else source.partition(":")
-    if local and (odd := next((mark for mark in PATTERN if mark in str(Path(source).resolve())), None)):
+    # `datasets` takes the last part of the name of a folder, which "." does not have.
+    name, _, configuration = (str(Path(source).resolve()), "", "") if local else source.partition(":")
+    if local and (odd := next((mark for mark in PATTERN if mark in name), None)):
         raise InputError(
             f"source {source!r} is a folder whose path has {odd!r}, which `datasets` reads as a pattern; expected its "
             "files by name, or a folder of another name"
@@ -315,7 +314,8 @@ def _note_left_out(folder: Path) -> None:
     """Says, once, which files `datasets` leaves out, as their names are of another split than train (test.txt)."""
     from datasets import load_dataset_builder
 
-    read = {Path(file) for file in (load_dataset_builder(str(folder)).config.data_files or {}).get("train", ())}
+    found = load_dataset_builder(str(folder.resolve())).config.data_files or {}
+    read = {Path(file) for file in found.get("train", ())}
     known = {*READERS, *PACKED} - {*BY_NAME}
     if left := [f.name for f in _files(folder.resolve()) if f.suffix in known and f not in read]:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
