@@ -219,6 +219,27 @@ def test_a_model_that_was_changed_decodes_as_it_is(change, began):
     torch.testing.assert_close(torch.cat(outputs, 1), other(x)[0], rtol=1e-4, atol=1e-5)
 
 
+def halved(out):
+    return (out[0] / 2, *out[1:]) if isinstance(out, tuple) else out / 2
+
+
+@pytest.mark.parametrize("name", ["softmax-gla", "mamba"])
+def test_what_stands_before_or_behind_a_module_is_in_every_token(name):
+    """Once, also of modules that compute nothing in a model of this style."""
+    model, ids = tiny.build(name).float(), torch.randint(29, (1, 9))
+    for module in model.model.backbone.modules():
+        if type(module).forward is not nn.Module.forward and not isinstance(module, nn.ModuleList):
+            hook = module.register_forward_hook(lambda module, args, out: halved(out))
+            for _ in range(2):
+                exact, cache = model(ids, use_cache=False).logits, HeadraceCache()
+                found = torch.cat([model(token, past_key_values=cache).logits for token in ids.split(1, 1)], 1)
+                assert relative(found, exact.double()) < 1e-4, type(module)
+                hook.remove()
+                own = module.forward
+                module.forward = lambda *args, own=own, **more: halved(own(*args, **more))
+            del module.forward
+
+
 @pytest.mark.parametrize("mlp", ["geglu-tanh", "gelu-tanh"])
 def test_a_copy_has_the_activation_of_its_kind(mlp):
     model = copy.deepcopy(pickle.loads(pickle.dumps(tiny.build("gla", style={"mlp": mlp}).float())))

@@ -78,7 +78,7 @@ class Mamba(Mixer):
         u, conv = convolve(self.conv, u, before.conv, sequences)
         operands = self._operands(u, before.memory, sequences)
         if x.shape[1] == 1 and not sequences.packed:
-            out, memory = selective_step(operands)
+            out, memory = self.recurrence(selective_step, operands)
         else:
             out, memory = self.recurrence(selective_scan, operands, sequences)
         y = (out.view_as(u) + self.skip * u).to(x.dtype) * F.silu(z)

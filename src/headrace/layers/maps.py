@@ -71,14 +71,14 @@ def with_map(mixer: Any, maps: list[Tensor], x: Tensor, state: Any, **where: Any
     refuse_parts(mixer)
     call = Wanted(where["mask"], [])
     with asking(call):
-        result = mixer.forward(x, state, **where)
+        result = type(mixer).forward(mixer, x, state, **where)
     found = call.found
     if len(found) > 1 or (found and found[0].shape[2] != x.shape[1]):  # of softmax attention, for each sequence
         places = _places(call.mask, where["cu_seqlens"])
         A = _assembled(found, places, x.shape[:2])
         pieces = [A[row][:, columns[:, None], columns][None] for row, columns in places]
         with asking(call._replace(given=iter(pieces))):  # again, so that A has the gradient
-            result = mixer.forward(x, state, **where)
+            result = type(mixer).forward(mixer, x, state, **where)
         found = [A]
     maps += found[:1]
     return result

@@ -42,12 +42,10 @@ def add_backbone(program: Program, backbone: Backbone, x: int, D: int) -> None:
     for name in ("positions", "shared"):
         if getattr(backbone, name) is not None:
             raise UnsupportedError(f"the model has {name}={type(getattr(backbone, name)).__name__}")
-    if type(backbone.embedding_norm) is not nn.Identity:
-        add_norm(program, backbone, "embedding_norm", x, x)
+    add_norm(program, backbone, "embedding_norm", x, x)
     for name in backbone.layers._modules:  # also a block that occurs twice
         add_block(program, program.module(backbone.layers, name, backbone.block_class), x, D)
-    if type(backbone.norm) is not nn.Identity:
-        add_norm(program, backbone, "norm", x, x)
+    add_norm(program, backbone, "norm", x, x)
 
 
 def add_block(program: Program, block: Any, x: int, D: int) -> None:
@@ -108,7 +106,9 @@ def _add_mlp(program: Program, mlp: MLP, x: int, out: int, add: bool) -> None:
 def add_norm(program: Program, parent: nn.Module, name: str, x: int, out: int, add: bool = False, of: int = 0) -> None:
     """Adds the norm `parent.name`: out = norm(x), or out += norm(x). of: number of columns, if the norm is that of each
     head of them; then x and out are different columns."""
-    norm = program.module(parent, name, *NORMS)
+    norm = program.module(parent, name, *NORMS, *[nn.Identity] * (out == x))
+    if type(norm) is nn.Identity:
+        return
     program.fixed(norm, "eps", "normalized_shape")
     if norm.eps is None:
         raise UnsupportedError(f"{type(parent).__name__}.{name}.eps is None")
