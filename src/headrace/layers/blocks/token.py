@@ -10,7 +10,7 @@ from ...utils.errors import shown
 from ..linear.token import add_linear, token_of
 from ..norms import OffsetRMSNorm
 from ..quantized import QuantizedLinear
-from .block import AFTER, BEFORE, MLP, gelu_tanh, relu2
+from .block import AFTER, BEFORE, MLP, Block, gelu_tanh, relu2
 from .stack import Backbone
 
 NORMS = {nn.RMSNorm: "rms", OffsetRMSNorm: "rms-offset", nn.LayerNorm: "layer"}
