@@ -4,11 +4,13 @@ import gc
 import weakref
 from collections import deque
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tiny
 from equation import skip_if_missing
@@ -17,6 +19,7 @@ from headrace.extra import fixed_decays
 from headrace.extra.fla import packing
 from headrace.history.layers import attention, symmetric
 from headrace.layers import graph, rotary
+from headrace.layers.linear import decays
 from headrace.layers.packing import padding_last
 from headrace.ops import prepared
 from headrace.ops.backends.torch import decay
@@ -65,7 +68,7 @@ def test_a_scale_for_each_call_is_prepared_once():
     assert len(prepared.TABLE) == 2
 
 
-CONSTANTS = rotary.fixed_frequencies, fixed_decays.slopes
+CONSTANTS = rotary.fixed_frequencies, fixed_decays.slopes, fixed_decays.powers, decays.fixed_decay
 DRAWS = Pattern(window=2, block=2, random=1)
 KEPT = {
     "mask": lambda: decay.covered(3, torch.float32, torch.device("cpu"))[0],
@@ -133,7 +136,20 @@ def test_constants_made_for_inference_serve_training():
         expected = layer(x)[0]
     y = layer(x)[0]
     y.sum().backward()
-    assert y.equal(expected) and [len(function.values) for function in CONSTANTS] == [1, 1]
+    assert y.equal(expected) and [len(function.values) for function in CONSTANTS] == [1, 1, 0, 0]
+
+
+@pytest.mark.parametrize("name", ["retnet", "retnet(decay.kind=slopes)", "xpos-retnet"])
+def test_selective_checkpointing_sees_the_same_operators_twice(name):
+    """The first forward makes the constants, and the backward computes it again."""
+    layer, x, found = Mixer(name, hidden_size=12, num_heads=3), torch.randn(1, 4, 12), []
+    saved = [torch.ops.aten._to_copy.default, torch.ops.aten.mul.Tensor]
+    for save in ({}, {"context_fn": partial(create_selective_checkpoint_contexts, saved)}):
+        for function in CONSTANTS:
+            function.values.clear()
+        y = checkpoint(lambda x: layer(x)[0], x, use_reentrant=False, **save)
+        found.append(torch.cat([d.flatten() for d in torch.autograd.grad(y.square().sum(), [*layer.parameters()])]))
+    assert found[0].equal(found[1])
 
 
 def test_bounds_are_found_while_another_thread_adds_its_own(monkeypatch):

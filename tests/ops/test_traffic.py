@@ -125,7 +125,7 @@ def kept(block: Any, forward: Any, x: Tensor) -> tuple[Tensor, int]:
 def constants_kept() -> Iterator[None]:
     """Constants are kept, as on a GPU, though these tensors have no memory."""
     constants = decays.fixed_decay, rotary.fixed_frequencies
-    with patch.object(device, "_without_values", lambda: False):
+    with patch.object(device, "_in_a_mode", lambda: False):
         for kept in constants:
             kept.values.clear()
         try:

@@ -15,14 +15,14 @@ KEPT = "cpu", "cuda"  # kinds of devices whose constants are kept
 def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps the tensors that `make` returned for the last 64 lists of arguments. The last argument may be a device.
 
-    A tensor on a GPU is not kept, because it could lie in the memory of a CUDA graph, which is used again; nor is a
-    tensor without values, as under FakeTensorMode."""
+    A tensor on a GPU is not kept, because it could lie in the memory of a CUDA graph, which is used again; nor is what
+    a mode sees made, as FakeTensorMode, whose tensors have no values."""
     kept = lru_cache(maxsize=64)(make)
 
     @wraps(make)
     def made(*arguments: Any) -> Any:
         device = arguments[-1] if isinstance(arguments[-1], torch.device) else torch.get_default_device()
-        plain = device.type == "cpu" and (torch.compiler.is_compiling() or not _without_values())
+        plain = device.type == "cpu" and (torch.compiler.is_compiling() or not _in_a_mode())
         return kept(*arguments) if plain else make(*arguments)
 
     made.forget = kept.cache_clear  # type: ignore[attr-defined]
@@ -34,14 +34,14 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
     of a layer, which take many kernels.
 
     Nothing is forgotten, as a CUDA graph may read it. What is made while a graph is captured lies in its memory, which
-    is used again, and is not kept, nor is what a graph or trace records, a tensor without values or one of a transform.
+    is used again, and is not kept, nor is what a graph, a trace or a mode sees made, or a tensor of a transform.
     """
     values: dict[tuple[Any, ...], Any] = {}
 
     @wraps(make)
     def made(*arguments: Any) -> Any:
         recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if recorded or _without_values() or torch._C._are_functorch_transforms_active():
+        if recorded or _in_a_mode() or torch._C._are_functorch_transforms_active():
             return make(*arguments)
         if arguments in values:
             return values[arguments]
@@ -58,10 +58,10 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _without_values() -> bool:
-    """Whether a mode is active whose tensors have no values, or are only recorded."""
-    kinds = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(kind) is not None for kind in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))
+def _in_a_mode() -> bool:
+    """Whether a dispatch mode sees every operator: its tensors may have no values, or it may save some and expect the
+    same operators when the forward is computed again, as selective checkpointing does."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def constant(function: F) -> F:

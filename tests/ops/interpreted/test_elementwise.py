@@ -1,5 +1,7 @@
 """The operators over the channels of a head against what PyTorch computes in float64: results and gradients."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,8 @@ from headrace import InputError, Mixer, zoo
 from headrace.layers.linear import decays
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.layers.linear.features import EPS, l2_norm
+from headrace.layers.linear.mixer import LinearMixer
+from headrace.layers.linear.readout import GateFirst, Norm, Out, Skip
 from headrace.layers.norms import add_and_norm
 from headrace.layers.rotary import rotate
 from headrace.ops.backends.triton import elementwise
@@ -304,6 +308,29 @@ def test_compiled_graphs_have_the_norm_after_a_gate(monkeypatch):
     compiled(torch.randn(2, 9, 32))[0].sum().backward()
     assert [name for name in names if name != "head_gate"] == ["gate_norm", "gate_norm_backward"]
     assert compared(compiled, layer)
+
+
+class Shifted(Norm):
+    """A stage of a plug-in: after the norm, or before it."""
+
+    applies = classmethod(lambda cls, spec: True)
+
+    def build(self, mixer):
+        """Nothing."""
+
+    def __call__(self, mixer, t):
+        t.out = t.out + 3
+
+
+STAGES = [(Skip, Shifted, GateFirst, Norm, Out), (GateFirst, Skip, Norm, Out), (Skip, GateFirst, Norm, Shifted, Out)]
+
+
+@pytest.mark.parametrize("stages", [*STAGES, (Skip, GateFirst, Shifted, Out)], ids=str)
+def test_stages_of_plug_ins_around_the_norm_after_a_gate(stages, monkeypatch):
+    monkeypatch.setattr(LinearMixer, "READOUT", stages)
+    layer = Mixer("mamba2", hidden_size=32, num_heads=2)
+    plain, layer.backend = deepcopy(layer), "triton"
+    assert compared(layer, plain)
 
 
 def test_hooks_see_the_logarithms_of_gates():

@@ -173,21 +173,23 @@ class Norm(Stage):
 
 def gate_and_norm(mixer: Any, t: Tokens) -> int:
     """Computes all stages up to the norm of several heads by one kernel, where an output gate precedes the norm.
-    Returns the number of these stages, or 0 where the kernel does not compute them."""
-    read, kinds, v = mixer.spec.read, [type(stage) for stage in mixer.readout], t.parts["v"]
-    groups = {"rms-joint": 1, "rms-groups": mixer.Hq}.get(read.norm)
-    if groups is None or GateFirst not in kinds or read.gate != "silu" or not elementwise.gate_norm_takes(v, groups):
+    Returns the number of these stages, or 0 where the kernel does not compute them, as those of a plug-in."""
+    kinds, v, skip, weight = [type(stage) for stage in mixer.readout], t.parts["v"], mixer.skip, mixer.norm_weight
+    joined = [kind for kind in (Skip, ReadGateFirst, GateFirst, Norm) if kind in kinds]
+    groups = {"rms-joint": 1, "rms-groups": mixer.Hq}.get(mixer.spec.read.norm)
+    if groups is None or kinds[: len(joined)] != joined or joined[-2:] != [GateFirst, Norm]:
         return 0
-    skip, weight = mixer.skip, mixer.norm_weight
+    if mixer.spec.read.gate != "silu" or not elementwise.gate_norm_takes(v, groups):
+        return 0
     activations, parameters = (t.out, t.parts["gate"], v), [p for p in (skip, weight) if p is not None]
     alike = len({x.dtype for x in activations}) == 1
     if not (alike and elementwise.computes(mixer.backend, *activations, *parameters, in_graphs=True)):
         return 0
     gate = t.sequences.tokenwise(mixer.gate, t.parts["gate"])
     reads = t.read.to(t.out.dtype) if ReadGateFirst in kinds else None
-    added = None if skip is None else v
-    t.out = elementwise.gate_norm(t.out, gate, added, skip, reads, weight, groups, mixer.norm_eps)
-    return kinds.index(Norm) + 1
+    given = t.out, gate, None if skip is None else v, skip, reads, weight
+    t.out = elementwise.gate_norm(*given, groups, mixer.norm_eps)
+    return len(joined)
 
 
 def floored_norm(mixer: Any, x: Tensor) -> Tensor:
