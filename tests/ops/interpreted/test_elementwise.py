@@ -310,6 +310,15 @@ def test_compiled_graphs_have_the_norm_after_a_gate(monkeypatch):
     assert compared(compiled, layer)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
+def test_traces_have_the_norm_after_a_gate():
+    layer = Mixer("softmax-mamba2", hidden_size=32, num_heads=2).requires_grad_(False)
+    layer.backend = "triton"
+    traced = torch.jit.trace(lambda x: layer(x)[0], torch.randn(2, 6, 32), check_trace=False)
+    x = torch.randn(2, 6, 32)
+    assert "headrace::gate_norm" in str(traced.graph) and relative(traced(x).double(), layer(x)[0].double()) <= 1e-6
+
+
 class Shifted(Norm):
     """A stage of a plug-in: after the norm, or before it."""
 

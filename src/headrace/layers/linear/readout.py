@@ -179,7 +179,7 @@ def gate_and_norm(mixer: Any, t: Tokens) -> int:
     groups = {"rms-joint": 1, "rms-groups": mixer.Hq}.get(mixer.spec.read.norm)
     if groups is None or kinds[: len(joined)] != joined or joined[-2:] != [GateFirst, Norm]:
         return 0
-    if mixer.spec.read.gate != "silu" or not elementwise.gate_norm_takes(v, groups):
+    if mixer.spec.read.gate != "silu" or not elementwise.gate_norm_takes(mixer.H // groups, mixer.V):
         return 0
     activations, parameters = (t.out, t.parts["gate"], v), [p for p in (skip, weight) if p is not None]
     alike = len({x.dtype for x in activations}) == 1

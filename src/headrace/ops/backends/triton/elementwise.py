@@ -228,7 +228,7 @@ def _launch_gates(x: Tensor, weight: Tensor, kind: tuple[Any, ...], programs: in
     """Launches the kernel of `head_gate`, or nothing for tensors without memory."""
     if has_address(x):
         (B, T, HQ, K), H, given = x.shape, len(weight), {"rate": kind[0], "SCALE": kind[1], "LOG": kind[2]}
-        HB, BK = (1 << (n - 1).bit_length() for n in (H, K))
+        HB, BK = _tile(H, K)
         sizes = {"total": B * T, "H": H, "HQ": HQ, "K": K, "HB": HB, "BK": BK, "num_warps": min(16, -(-HB * BK // 512))}
         _launch("head_gate", (programs,), {"x": x}, weight.contiguous(), *tensors, **sizes, **given)
 
@@ -266,21 +266,22 @@ _gradients = define("head_gate_backward", f"(Tensor d_gate, {INPUTS})", 2, _gate
 head_gate = define("head_gate", f"({INPUTS})", 1, _gate, _gate, KEY, _differentiate, _save)
 
 
-def gate_norm_takes(x: Tensor, groups: int) -> bool:
-    """Whether a program of `gate_norm` holds a group of the heads of x [B, T, H, V]."""
-    return math.prod(_tile(x, groups)) <= WIDEST
+def gate_norm_takes(heads: int, V: int) -> bool:
+    """Whether a program of `gate_norm` holds a group of this many heads with V channels."""
+    return math.prod(_tile(heads, V)) <= WIDEST
 
 
-def _tile(x: Tensor, groups: int) -> list[int]:
-    return [1 << (n - 1).bit_length() for n in (x.shape[2] // groups, x.shape[3])]
+def _tile(*sizes: int) -> list[int]:
+    return [1 << (n - 1).bit_length() for n in sizes]
 
 
 def _launch_norm(kernel: str, programs: int, given: Any, *results: Tensor | None, **numbers: int) -> None:
     """Launches `gate_norm` or its backward with the arguments of the operator, or nothing without memory."""
     x, gate, v, *parameters, groups, eps = given
     if has_address(x):
-        (HB, BK), dense = _tile(x, groups), (None if p is None else p.contiguous() for p in parameters)
-        sizes = {"HG": x.shape[2] // groups, "K": x.shape[3], "HB": HB, "BK": BK, "eps": eps} | numbers
+        HG, K = x.shape[2] // groups, x.shape[3]
+        (HB, BK), dense = _tile(HG, K), (None if p is None else p.contiguous() for p in parameters)
+        sizes = {"HG": HG, "K": K, "HB": HB, "BK": BK, "eps": eps} | numbers
         warps = min(16, -(-HB * BK // 256))  # of 64 threads on AMD's GPUs, and 1,024 at most
         strided = {"x": x, "gate": gate, "v": v}
         _launch(kernel, (programs, groups), strided, *dense, *results, num_warps=warps, **sizes)
