@@ -59,8 +59,7 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _in_a_mode() -> bool:
-    """Whether a dispatch mode sees every operator: its tensors may have no values, or it may save some and expect the
-    same operators when the forward is computed again, as selective checkpointing does."""
+    """Whether a mode sees every operator, as FakeTensorMode and selective checkpointing, which counts them."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 

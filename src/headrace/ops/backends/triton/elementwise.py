@@ -292,7 +292,7 @@ def _gate_norm(x: Tensor, *given: Any) -> Tensor:
     return y
 
 
-def _gate_norm_backward(d_y: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def _backward_norm(d_y: Tensor, *given: Any) -> tuple[Tensor, ...]:
     x, gate, _, skip, read, weight, *_ = given
     programs = torch.sym_min(total := x.shape[0] * x.shape[1], SUMS)
     sums = [None if p is None else x.new_empty((programs, len(p)), dtype=torch.float32) for p in (skip, weight)]
@@ -318,9 +318,7 @@ def _differentiate_norm(ctx: Any, d_y: Tensor) -> tuple[Any, ...]:
 
 
 GIVEN = "Tensor x, Tensor gate, Tensor? v, Tensor? skip, Tensor? read, Tensor? weight, int groups, float eps"
-_norm_gradients = define(
-    "gate_norm_backward", f"(Tensor d_y, {GIVEN})", 5, _gate_norm_backward, _gate_norm_backward, KEY
-)
+_norm_gradients = define("gate_norm_backward", f"(Tensor d_y, {GIVEN})", 5, _backward_norm, _backward_norm, KEY)
 # (x, gate and v [B, T, H, V], skip [H], read [B, T, H], weight [H V], ...) -> weight · RMSNorm((x + skip v) · read ·
 # SiLU(gate)), [B, T, H, V], the norm being of H / groups heads. Without v there is no skip.
 gate_norm = define("gate_norm", f"({GIVEN})", 1, _gate_norm, _gate_norm, KEY, _differentiate_norm, _save_norm)
