@@ -102,7 +102,7 @@ def make(monkeypatch):
     stream = SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return device.kept(lambda n, where: (n, object()))
+    return device.kept(lambda n, where: torch.full((2,), n))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
@@ -139,7 +139,25 @@ def test_constants_made_for_inference_serve_training():
     assert y.equal(expected) and [len(function.values) for function in CONSTANTS] == [1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["retnet", "retnet(decay.kind=slopes)", "xpos-retnet"])
+CONSTANT_DECAYS = "retnet", "retnet(decay.kind=slopes)", "xpos-retnet"
+
+
+@pytest.mark.parametrize("write", [lambda x: x.mul_(2), lambda x: x.requires_grad_()], ids=["in place", "gradient"])
+@pytest.mark.parametrize("name", CONSTANT_DECAYS[:2])  # PyTorch refuses to write the third, an expanded one
+def test_what_a_hook_does_to_a_constant_lasts_for_its_call(name, write):
+    layer, other = (Mixer(name, hidden_size=12, num_heads=3) for _ in range(2))
+    x = torch.randn(1, 4, 12)
+    for function in CONSTANTS:
+        function.values.clear()
+    expected = layer.decay(x).clone()
+    hook = layer.decay.register_forward_hook(lambda module, given, found: write(found))
+    twice = [layer.decay(x).detach().clone() for _ in range(2)]
+    hook.remove()
+    assert twice[0].equal(twice[1]) and all(each.decay(x).equal(expected) for each in (layer, other))
+    assert not other.decay(x).requires_grad
+
+
+@pytest.mark.parametrize("name", CONSTANT_DECAYS)
 def test_selective_checkpointing_sees_the_same_operators_twice(name):
     """The first forward makes the constants, and the backward computes it again."""
     layer, x, found = Mixer(name, hidden_size=12, num_heads=3), torch.randn(1, 4, 12), []

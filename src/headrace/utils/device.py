@@ -43,8 +43,8 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
         recorded = torch.compiler.is_compiling() or torch.jit.is_tracing()
         if recorded or _in_a_mode() or torch._C._are_functorch_transforms_active():
             return make(*arguments)
-        if arguments in values:
-            return values[arguments]
+        if (before := values.get(arguments)) is not None:  # a hook of a layer may have written it
+            return make(*arguments) if before._version or before.requires_grad else before
         on_gpu = (device := arguments[-1]).type == "cuda"
         if device.type not in KEPT or (on_gpu and torch.cuda.is_current_stream_capturing()):
             return make(*arguments)
