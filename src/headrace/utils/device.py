@@ -34,8 +34,7 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
     of a layer, which take many kernels.
 
     Nothing is forgotten, as a CUDA graph may read it. What is made while a graph is captured lies in its memory, which
-    is used again, and is not kept, nor is what a graph, a trace or a mode sees made, or a tensor of a transform.
-    """
+    is used again, and is not kept, nor is what a graph, trace, mode or transform sees made."""
     values: dict[tuple[Any, ...], Any] = {}
 
     @wraps(make)

@@ -14,7 +14,7 @@ from headrace.layers.linear import decays
 from headrace.layers.linear.competition import HeadCompetition
 from headrace.layers.linear.features import EPS, l2_norm
 from headrace.layers.linear.mixer import LinearMixer
-from headrace.layers.linear.readout import GateFirst, Norm, Out, Skip
+from headrace.layers.linear.readout import Gate, GateFirst, Norm, Out, Skip
 from headrace.layers.norms import add_and_norm
 from headrace.layers.rotary import rotate
 from headrace.ops.backends.triton import elementwise
@@ -331,13 +331,17 @@ class Shifted(Norm):
         t.out = t.out + 3
 
 
-STAGES = [(Skip, Shifted, GateFirst, Norm, Out), (GateFirst, Skip, Norm, Out), (Skip, GateFirst, Norm, Shifted, Out)]
+STAGES = [
+    ("mamba2", (Skip, Shifted, GateFirst, Norm, Out)), ("mamba2", (GateFirst, Skip, Norm, Out)),
+    ("mamba2", (Skip, GateFirst, Norm, Shifted, Out)), ("mamba2", (Skip, GateFirst, Shifted, Out)),
+    ("gla", (Norm, Shifted, Gate, Out)),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("stages", [*STAGES, (Skip, GateFirst, Shifted, Out)], ids=str)
-def test_stages_of_plug_ins_around_the_norm_after_a_gate(stages, monkeypatch):
+@pytest.mark.parametrize(("name", "stages"), STAGES, ids=str)
+def test_stages_of_plug_ins_around_norm_and_gate(name, stages, monkeypatch):
     monkeypatch.setattr(LinearMixer, "READOUT", stages)
-    layer = Mixer("mamba2", hidden_size=32, num_heads=2)
+    layer = Mixer(name, hidden_size=32, num_heads=2)
     plain, layer.backend = deepcopy(layer), "triton"
     assert compared(layer, plain)
 

@@ -163,7 +163,8 @@ class Norm(Stage):
 
     def __call__(self, mixer: Any, t: Tokens) -> None:
         read = mixer.spec.read
-        gated = read.norm == "rms" and read.order == "norm-gate" and read.gate in GATES
+        kinds = [type(stage) for stage in mixer.readout if type(stage) is not ReadGate]  # which may come after the gate
+        gated = read.norm == "rms" and read.gate in GATES and kinds[-3:] == [Norm, Gate, Out]
         if gated and t.out.dtype == t.parts["gate"].dtype and elementwise.computes(mixer.backend, t.out):
             gate, silu = t.sequences.tokenwise(mixer.gate, t.parts.pop("gate")), read.gate == "silu"
             t.out = elementwise.GatedNorm.apply(t.out, gate, mixer.norm_weight, mixer.norm_eps, silu)
