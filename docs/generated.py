@@ -74,7 +74,8 @@ def mixers(*names: str) -> str:
         rule = spec.write.rule if isinstance(spec, MixerSpec) else _rule(row)
         decay = "none" if row["retention"] == "all" else row["retention"]
         rows.append((f"[`{name}`]({row['paper']})", rule, decay, row["state"], ", ".join(computed_by(name))))
-    return table(("mixer", "rule", "decay", "state", "backends"), rows)
+    decay, state = "decay (α: computed from the token)", "state (heads × keys × values + inputs of a convolution)"
+    return table(("mixer", "rule", decay, state, "backends"), rows)
 
 
 def plain() -> list[str]:

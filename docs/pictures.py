@@ -49,7 +49,7 @@ def forms() -> None:
     for start, name, about in (
         (0.35, "recurrent", "one state after another:\nT steps, for decoding"),
         (2.9, "chunkwise", "weights inside a chunk, a state\nbetween chunks: O(T), the default"),
-        (5.45, "parallel", "all T × T weights:\nO(T²), for short rows and for looking"),
+        (5.45, "parallel", "all T × T weights:\nO(T²), for short rows and inspection"),
     ):
         note(ax, (start + 0.8, 2.58), name, fontsize=10, color="black", weight="bold")
         note(ax, (start + 0.8, 0.22), about)
@@ -62,8 +62,9 @@ def forms() -> None:
             for i in range(T):
                 place = (start + i * side, 2.3 - (i + 1) * side)
                 ax.add_patch(Rectangle(place, side, side, fc=RED, ec="white", lw=1))
-                if i < T - 1:
-                    arrow(ax, (place[0] + 0.1, place[1] + 0.1), (place[0] + 0.32, place[1] - 0.1), "black")
+            for i in range(T - 1):  # on top of the squares
+                middle = start + (i + 0.5) * side, 2.3 - (i + 0.5) * side
+                arrow(ax, middle, (middle[0] + side, middle[1] - side), "black")
         if name == "chunkwise":
             box(ax, (start + 0.4, 1.1), (0.5, 0.34), "S", RED, weight="bold")
             arrow(ax, (start + 0.4, 1.5), (start + 0.4, 1.28), RED)
@@ -90,15 +91,15 @@ def stages() -> None:
     arrow(ax, (3.05, 1.05), (4.4, 1.35))
     arrow(ax, (3.05, 0.55), (4.45, 1.08), RED)
     note(ax, (3.85, 0.95), "write", color=RED)
-    box(ax, (6.05, 1.6), (0.95, 1.2), "norm\n× read gate\n× output gate", BLUE, fontsize=8)
-    arrow(ax, (5.3, 1.6), (5.57, 1.6))
+    box(ax, (6.0, 1.6), (0.9, 1.2), "norm\n× read gate\n× output gate", BLUE, fontsize=8)
+    arrow(ax, (5.3, 1.6), (5.55, 1.6))
     ax.add_patch(FancyArrowPatch(
-        (3.05, 0.42), (6.05, 1.0), arrowstyle="-|>", mutation_scale=9, color=RED, lw=1.2,
+        (3.05, 0.42), (6.0, 1.0), arrowstyle="-|>", mutation_scale=9, color=RED, lw=1.2,
         connectionstyle="angle,angleA=0,angleB=90,rad=6", shrinkA=2, shrinkB=2,
     ))  # fmt: skip
     note(ax, (5.2, 0.56), "read", color=RED)
-    box(ax, (6.95, 1.6), (0.68, 0.5), "o_proj\ny", fontsize=8)
-    arrow(ax, (6.52, 1.6), (6.61, 1.6))
+    box(ax, (7.0, 1.6), (0.6, 0.5), "o_proj\ny", fontsize=8)
+    arrow(ax, (6.45, 1.6), (6.7, 1.6))
     note(ax, (2.5, 2.8), "state.conv: the last inputs", color=BLUE)
     note(ax, (4.85, 2.4), "state.memory: S [H, K, V]", color=GREEN, ha="left")
     note(ax, (3.7, 0.12), "A mixer has the stages that its spec names; the others are not there.")
@@ -152,7 +153,8 @@ def choose() -> None:
         sizes = [as_decoder(zoo.get(name)).state_bytes(1024, 4, n, 1) / 2**20 for n in lengths]
         left.loglog(lengths, sizes, color=colour)
         left.text(lengths[-1] * 1.2, sizes[-1] * RAISED.get(name, 1), name, color=colour, va="center", fontsize=8)
-    left.set(xlabel="tokens read", ylabel="MiB a layer", title="State of a layer of width 1,024", xlim=(100, 8e6))
+    about = {"xlabel": "tokens read", "ylabel": "MiB in float32", "title": "State of a layer of width 1,024"}
+    left.set(**about, xlim=(100, 8e6))
     powers(left.xaxis, (100, 1_000, 10_000, 100_000))
     powers(left.yaxis, (1, 10, 100, 1_000))
     for name, numbers, score in recalled():
@@ -163,6 +165,7 @@ def choose() -> None:
         xscale="log", xlabel="numbers in the state", ylabel="recall, %", title="MQAR at 4 times the training length",
         xlim=(700, 1e5), ylim=(0, 100),
     )  # fmt: skip
+    note(right, (9e4, 4), "no label: other mixers of the leaderboard", ha="right", fontsize=7)
     powers(right.xaxis, (1_000, 10_000, 100_000))
 
 
@@ -331,12 +334,12 @@ def errors() -> None:
     """The parts of an error."""
     ax = canvas(7.4, 1.5)
     parts = (
-        ("num_heads=8", 0.95, RED, "argument and value"),
-        ("does not divide hidden_size = 100;", 3.02, GREY, "what is wrong"),
-        ("expected a multiple of 8", 5.9, GREEN, "what was expected"),
+        ("num_heads=8", 0.88, RED, "argument and value"),
+        ("does not divide heads.expand_v · hidden_size = 100;", 3.24, GREY, "what is wrong"),
+        ("expected a multiple of 8", 6.06, GREEN, "what was expected"),
     )
     for text, x, colour, about in parts:
-        ax.text(x, 0.95, text, color=colour, family="monospace", fontsize=10, ha="center", va="center", weight="bold")
+        ax.text(x, 0.95, text, color=colour, family="monospace", fontsize=8.5, ha="center", va="center", weight="bold")
         note(ax, (x, 0.5), about, color=colour)
     note(ax, (3.7, 1.3), "InputError in Python; a line on standard error and exit code 2 on the command line")
 

@@ -21,7 +21,7 @@ from .summary import Comparison, Contender, Sweep
 
 WIDE = 4  # ratio of the largest value to the smallest above which an axis is logarithmic
 APART = 1.03  # factor on the x axis between mixers with states of equal size, so that they do not overlap
-LABELLED = 8  # largest number of curves with a legend inside the plot
+LABELLED = 8  # largest number of curves with a legend above the plot; more have it to the right
 COLUMNS = 5  # of panels
 
 Parts = Sequence[tuple[Axes, list[Contender]]]
@@ -51,8 +51,8 @@ def axes(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def legend(ax: Axes, entries: int) -> None:
-    if entries <= LABELLED:
-        ax.legend()
+    if entries <= LABELLED:  # names of mixers are long: inside the plot they cover curves
+        ax.legend(loc="lower left", bbox_to_anchor=(0, 1))
     else:
         ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), fontsize=8)
 
@@ -149,7 +149,7 @@ def by_length(comparison: Comparison, shown: list[Contender]) -> Figure:
         mean_and_range(ax, "o-", c.named, colour[c.mixer], lengths, scores.mean(0), *ends)
     ax.axvline(comparison.plan["length"], color=SOFT, ls=":")
     spread(ax, {n: n for n in shown[0].by_length})
-    ax.set(xlabel="length of row or source (dotted: longest in training)", ylabel=metric.axis)
+    ax.set(xlabel="tokens in a row or source (dotted: most in training)", ylabel=metric.axis)
     legend(ax, len(shown))
     return figure
 
