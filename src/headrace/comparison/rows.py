@@ -20,8 +20,8 @@ TABLES = ("by_length", "scores")  # the columns that are JSON
 HELD = 0.9  # smallest score at which a model still solves a task
 SETTLED = 0.02  # the largest change of a loss that has settled, as a part of its whole fall
 RULE = (
-    f"converged: the last third of the steps, counted from the evaluation before it, gave at most {SETTLED:.0%} of the "
-    "fall of the held-out loss, and the loss ends no further above its lowest"
+    "converged: the lowest held-out loss of the first two thirds of the steps and the final loss are above the lowest "
+    f"loss by at most {SETTLED:.0%} of its fall"
 )
 
 Row = dict[str, Any]
