@@ -20,7 +20,8 @@ from ..utils.errors import InputError
 WIDTH, HEADS, TOKENS, CHUNK = 1024, 4, 2048, 64  # sizes at which costs are counted
 COUNTED = (
     f"Costs at width {WIDTH:,} with {HEADS} heads, or as many as the mixer's paper has at this width. Attention has "
-    f"read {TOKENS:,} tokens; in training, full attention has read half of them on average, and chunks have {CHUNK} tokens."
+    f"read {TOKENS:,} tokens; in training, full attention has read half of them on average, and chunks have {CHUNK} "
+    "tokens."
 )
 UPDATE = ("A_t", "b_t", "features", "can")
 AXES = ("memory", "objective", "optimizer", "retention")
