@@ -1,4 +1,4 @@
-"""headrace: linear-time sequence models whose heads compete by a softmax for what is written and what is read."""
+"""headrace: linear-time sequence models, with or without gates over their heads."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

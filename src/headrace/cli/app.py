@@ -117,7 +117,7 @@ def refuse(sentence: str) -> NoReturn:
 
 @app.callback(invoke_without_command=True)
 def top(version: Annotated[bool, option("Version and available backends.", "--version")] = False) -> None:
-    """Linear-time sequence models whose heads compete for what is written to memory and what is read from it."""
+    """Linear-time sequence models, with or without gates over their heads."""
     if version:
         print(f"headrace {__version__}")
         verify.backends()

@@ -41,23 +41,23 @@ class CompareOptions:
     )
     initializer_range: float | None = setting("Standard deviation of the initial weights.", shown="0.64 / √hidden_size")
     tune: str | None = setting(
-        "Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes its best value, on seeds "
-        "and rows that are not reported."
+        "Field of the training and its values: lr=VALUE,VALUE,... Each mixer takes the value that is best on "
+        "seeds and rows that are not reported."
     )
     tune_seeds: str | None = setting("Seeds of the search, as with --seeds.", shown="three that are not reported")
     hidden_size: int | None = setting("Hidden size of the models.", shown="64")
     layers: int | None = setting("Number of layers.", shown="1")
     heads: int | None = setting("Number of heads per layer.", shown="8")
     match: str | None = setting(
-        "What all models have equally many of: parameters, or state: parameters and numbers of the state.",
+        "What is equal in all models: parameters, or state, which is parameters and the size of the state.",
         shown="parameters",
     )
     plan: Path | None = setting("YAML file of a study with its question and test, in place of options.")
     suite: str | None = setting(
-        "Suite of tasks with fixed settings: small, of the leaderboard. Each mixer gets a row, in a folder of its own."
+        "Suite of tasks with fixed settings: small, that of the leaderboard. Each mixer gets a row and a folder."
     )
     board: Path | None = setting(
-        "CSV file with the rows of others, which a suite's are shown beside.",
+        "CSV file with the rows of other mixers, which a suite shows beside the new rows.",
         shown="benchmarks/results/leaderboard.csv of the checkout",
     )
     output: Path | None = setting("Folder of the report.", shown="runs/<task>")
@@ -94,13 +94,13 @@ class CompareOptions:
 
 @takes(CompareOptions)
 def compare(options: CompareOptions) -> dict[str, Any] | None:
-    """Train mixers on one task with equal parameter counts, and with --match state equal states, and write a report.
+    """Train mixers on one task with equal parameter counts, and write a report of their differences.
 
     Without arguments, runs a demonstration. After an interruption, the same command resumes. Each task has its own
-    defaults; the options below show those of `pair`. `cuda` stands for all GPUs.
+    defaults; the options below show those of `pair`. `--device cuda` uses all GPUs.
 
     With --suite, each mixer trains by itself on several tasks with fixed settings, tuned learning rates and five seeds,
-    and gets a row of the leaderboard. The time that this will take is said before.
+    and gets a row of the leaderboard. The command first says how long this will take.
     """
     if tokenizer_is_elsewhere(options.tokenizer):
         ask_hub()
@@ -168,7 +168,7 @@ def list_zoo(
 ) -> None:
     """List the named mixers and models.
 
-    The views show each mixer as a memory update, by four design axes, with its cost, or with its sentence and paper."""
+    A view shows the memory update of each mixer, its four design axes, its cost, or a sentence and its paper."""
     require(show is None or not as_json, "--show and --json are both given; expected one of them")
     require(show in (None, *catalog.VIEWS), f"--show={show!r}; expected one of {', '.join(catalog.VIEWS)}")
     rows = {name: catalog.describe(name) for name in zoo.names()}

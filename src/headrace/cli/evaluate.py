@@ -23,7 +23,7 @@ class EvaluateOptions:
     """The options of `headrace eval`."""
 
     checkpoints: list[str] = setting(
-        "Folders, GGUF files or names on the Hub of causal language models, ours or others.", ..., kind=argument
+        "Causal language models, ours or others: folders, GGUF files or names on the Hub.", ..., kind=argument
     )
     suite: str = setting(
         "Suites, separated by commas: language, recall, needle, blimp, or tasks of lm-evaluation-harness.", ...
@@ -31,7 +31,7 @@ class EvaluateOptions:
     data: Path | None = setting("Folder of local benchmark files.", shown="download from the Hub")
     lengths: str = setting("Tokens of the prompts of `needle`, separated by commas.", "1024,2048,4096,8192")
     limit: int | None = setting("Number of rows per task.", shown="all", least=1)
-    max_length: int | None = setting("Maximum context in tokens, not of needles.", shown="the model config's", least=1)
+    max_length: int | None = setting("Maximum context in tokens, except needles.", shown="the model config's", least=1)
     batch_size: int = setting("Rows per batch.", 8, least=1)
     device: Device = None
     threads: Threads = None

@@ -49,21 +49,21 @@ class LinearizeOptions:
     rows: int = setting("Rows of the data per step.", 2)
     lr: float = setting("Peak learning rate.", 1e-2)
     trains: str = setting(
-        "What trains: new (what the old layers do not have), or all weights of the new layers.", "new"
+        "Weights to train: new (those that the old layers do not have), or all of the new layers.", "new"
     )
     window_dropout: float = setting(
-        "Share of the steps without the windows of layers that have one, so that they learn to use their memory.", 0.0
+        "Share of the steps in which layers with a window lose it, so that they learn to use their memory.", 0.0
     )
-    precision: str = setting("Of activations: float32, or bfloat16 by autocast. Weights are not rounded.", "float32")
+    precision: str = setting("Activations in float32, or in bfloat16 by autocast. Weights are not rounded.", "float32")
     held_out: int = setting("Held-out rows on which the errors and losses are measured.", 16)
     seed: int = setting("Random seed of new weights and of the order of the rows.", 0)
     beside: list[str] | None = setting(
-        "Adds the held-out loss of this model to the report of an existing OUTPUT, as of OUTPUT trained as a whole, or "
-        "of CHECKPOINT trained on the same rows. Repeatable.",
+        "Model whose held-out loss is added to the report of an existing OUTPUT, such as OUTPUT after training as a "
+        "whole, or CHECKPOINT after training on the same rows. Repeatable.",
         show_default=False,
     )
     scores: Path | None = setting(
-        "Adds the scores of this folder of `headrace eval` to the report of an existing OUTPUT."
+        "Folder of `headrace eval` whose scores are added to the report of an existing OUTPUT."
     )
     device: Device = None
     threads: Threads = None

@@ -155,7 +155,7 @@ Device = Annotated[
 ]
 Weights = Annotated[
     str | None,
-    option("Linear layers in int8, or in bfloat16 with all arithmetic as before. On a CPU.", default="as they are"),
+    option("Storage of linear layers on a CPU: int8, or bfloat16 with arithmetic as before.", default="as it is"),
 ]
 FASTEST = "the fastest of all, half and 1, measured in the first steps"
 Threads = Annotated[int | None, option("Number of threads on a CPU.", default=FASTEST, least=1, most=MOST)]
@@ -163,8 +163,8 @@ PromptFile = Annotated[Path | None, option("UTF-8 file to read the text from.", 
 Plugins = Annotated[
     list[str] | None,
     option(
-        "Plug-in: a Python file, or a module, that registers mixers, models or tasks. Repeatable, beside "
-        "those of HEADRACE_PLUGINS and of installed packages.",
+        "Plug-in: a Python file or a module that registers mixers, models or tasks. Repeatable. "
+        "HEADRACE_PLUGINS and installed packages add others.",
         "--plugin", default="none", show_default=False,
     ),
 ]  # fmt: skip

@@ -37,8 +37,8 @@ class PrepareOptions:
     train_bpe: int | None = setting("Vocabulary size of a BPE tokenizer to train on the data.")
     length: int | None = setting("Tokens per row.", shown="4096; with --task, the task's")
     held_out: float | None = setting(
-        "Fraction of the documents that is held out for evaluation; of fewer than 20 documents, or where it is less "
-        "than half of one, of the text, in pieces drawn over all of it.",
+        "Fraction of the documents that is held out for evaluation. With fewer than 20 documents, or if this is less "
+        "than half of one, pieces from all over the text are held out.",
         shown="0.001",
     )
     column: str | None = setting("Column of the text in JSON Lines, Parquet and on the Hub.", shown="text")
@@ -48,8 +48,8 @@ class PrepareOptions:
     rows: int | None = setting("Number of rows of the task.", shown="10000", least=1)
     tokens: float | None = setting("Number of training tokens at which to stop.", shown="all of the text")
     sample: float | None = setting(
-        "Share of the documents to keep, chosen at random from files in random order, by --seed. 1 reads "
-        "whole files until there are --tokens; less reads more files.",
+        "Share of the documents to keep, chosen at random, by --seed, from files in random order. 1 keeps "
+        "whole files; a smaller share reads more files.",
         shown="all documents in order",
     )
 
@@ -130,7 +130,7 @@ class TrainOptions:
         "Changes to fields of the recipe: FIELD=VALUE ...", kind=argument, show_default=False
     )
     data: Path | None = setting(
-        "Folder that `headrace prepare` wrote, whose row length and vocabulary size a laptop recipe takes.",
+        "Folder that `headrace prepare` wrote. A laptop recipe takes its row length and vocabulary size.",
         shown="none; required except with --dry-run",
     )
     output: Path | None = setting("Folder of the run.", shown="runs/<recipe>-<mixer>")
@@ -139,13 +139,13 @@ class TrainOptions:
         shown="the recipe's",
     )
     trackers: str = setting("Trackers, separated by commas: tensorboard, wandb, trackio; or none.", "none")
-    timeout: int = setting("Seconds that a process of torchrun waits for the others before the run ends.", 1800)
+    timeout: int = setting("Seconds that a process of torchrun waits for the others before it ends the run.", 1800)
     dry_run: bool = setting("Dry run: print parameters, FLOPs, memory and time, and train nothing.", False, "--dry-run")
     machine: str | None = setting(
         "Machine of the dry run, such as 8xH100 or 4x8xH100: print layout, memory per device and days."
     )
     efficiency: float | None = setting(
-        "Fraction of the machine's peak FLOPs that the dry run assumes the model to reach.",
+        "Fraction of the machine's peak FLOPs that the dry run assumes.",
         shown="measured on one H200; of another mixer, the median",
     )
     as_json: bool = setting("JSON output of the dry run.", False, "--json")
@@ -172,9 +172,9 @@ class TrainOptions:
 def train(options: TrainOptions) -> Path | None:
     """Train a language model by a recipe.
 
-    After an interruption, the same command resumes from the last checkpoint. Ctrl-C and SIGTERM finish the current
-    step and write a checkpoint. The exit code is then 130 after Ctrl-C and 0 after SIGTERM, by which a scheduler ends a
-    job before its time; the trained model is in OUTPUT/model only at the end of a run."""
+    After an interruption, the same command resumes from the last checkpoint. Ctrl-C and SIGTERM, by which a scheduler
+    ends a job, finish the current step and write a checkpoint; the exit code is then 130 or 0. The trained model is in
+    OUTPUT/model only at the end of a run."""
     from ..data import open_data, read_manifest
     from ..training import recipes
 

@@ -45,19 +45,19 @@ class GenerateOptions:
     device: Device = None
     weights: Weights = None
     resume: Path | None = setting(
-        "File of --save-state to go on from, of the same model. --prompt or --file may follow it."
+        "File of --save-state, of the same model, to continue from. --prompt or --file is read after it."
     )
     save_state: Path | None = setting(
-        "File to write the state to after the last token. An existing one is refused, unless it is that of --resume."
+        "File to write the state to after the last token. An existing file is refused, unless --resume names it."
     )
-    cuda_graph: bool = setting("Fail where no CUDA graph can compute the tokens on a GPU.", False, "--cuda-graph")
+    cuda_graph: bool = setting("Fail if no CUDA graph can compute the tokens on a GPU.", False, "--cuda-graph")
     draft: Path | None = setting(
-        "Checkpoint of a smaller model with the same tokens, which proposes the next ones. The model reads "
-        "several at once; the text is as likely as without."
+        "Checkpoint of a smaller model with the same vocabulary, which proposes tokens. The model reads several "
+        "of them at once; the distribution of the text is that of the model alone."
     )
     prompt_lookup: int | None = setting(
-        "Number of tokens to propose, in place of a draft model: those that followed the last two tokens, or "
-        "the last one, where they were before.",
+        "Number of tokens to propose without a draft model: those that followed an earlier occurrence of the "
+        "last two tokens, or of the last one.",
         least=1,
     )
     threads: Threads = None
@@ -97,7 +97,7 @@ class GenerateOptions:
 
 @takes(GenerateOptions)
 def generate(options: GenerateOptions) -> dict[str, Any]:
-    """Continue a text: print the new tokens as they are generated, behind a --prompt or a state of --resume.
+    """Continue a --prompt or the state of --resume, and print the new text as it is generated.
 
     The last line, on standard error, has the speed, the engine that computed single tokens, and the seed. With --draft
     or --prompt-lookup it also has the share of proposed tokens that were accepted, and the tokens of each pass of the
@@ -138,7 +138,7 @@ class ServeOptions:
         256, least=1,
     )  # fmt: skip
     prefix_cache: str = setting(
-        "Memory for the states of prompts, from which prompts with the same beginning go on, such as 256MB or "
+        "Memory for the states of prompts, which later prompts with the same beginning reuse, such as 256MB or "
         "2GB. 0: none.",
         "256MB",
     )
@@ -212,8 +212,7 @@ class ConvertOptions:
         shown="that of the checkpoint",
     )
     ignore: list[str] | None = setting(
-        "Field of the foreign config.json to leave out: one that is refused although it changes nothing. Can be "
-        "repeated."
+        "Field of the foreign config.json to ignore: one that is refused although it has no effect. Can be repeated."
     )
 
 
@@ -264,7 +263,7 @@ class ExportOptions:
     )
     weights: str | None = setting("Precision of the weights: float32, or int8.", shown="float32")
     opset: int | None = setting(
-        "ONNX's version: 23, or 27, whose LinearAttention runtimes do not enable yet.", shown="23"
+        "Version of ONNX: 23, or 27, whose LinearAttention runtimes do not enable yet.", shown="23"
     )
     libraries: str | None = setting(
         "Where the page of --to web finds onnxruntime-web and @huggingface/tokenizers: an address, or a folder "

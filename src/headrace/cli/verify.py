@@ -17,14 +17,14 @@ class VerifyOptions:
     """The options of `headrace verify`."""
 
     targets: list[str] | None = setting(
-        "Layers or models of others: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
-        "fla:GatedLinearAttention, or a file and a function that returns an adapter, layer.py:adapter.",
-        shown="our own mixers",
+        "Layers or models of other libraries: transformers:mamba2, transformers:Qwen3_5GatedDeltaNet, "
+        "fla:GatedLinearAttention, or a file and its function that returns an adapter, layer.py:adapter.",
+        shown="the mixers of headrace",
         kind=argument,
         show_default=False,
     )
     mixers: str | None = setting(
-        "Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention for the "
+        "Mixers, separated by commas: names or expressions (see `headrace zoo`), or linear_attention, the "
         "op by itself at the sizes of large models.",
         shown="all mixers, on a GPU also the op",
     )
@@ -44,13 +44,13 @@ class VerifyOptions:
 
 @takes(VerifyOptions)
 def verify(options: VerifyOptions) -> None:
-    """Check every form and backend of a mixer on this machine against the recurrence, or a layer or model of others.
+    """Check every form and backend of mixers against the recurrence, or check a layer or model of another library.
 
     Prints the relative error and the tolerance of each check. Exit code 1 if a check fails. On a GPU, FLA first
     compiles and tunes its kernels for every shape, which takes long: --backend triton,torch leaves them out.
 
     A target is checked against itself: packed or padded rows, pieces, decoding, copied states, gradients, and more.
-    Each law that it breaks is followed by a program of the smallest failing input, which runs without headrace."""
+    For each law that it breaks, prints a program with the smallest failing input, which runs without headrace."""
     raise typer.Exit(int(_verify_targets(options) if options.targets else _verify_mixers(options)))
 
 
