@@ -28,13 +28,13 @@ NAME = "linear_attention under context_parallel"
 
 @contextmanager
 def context_parallel(group: Any = None) -> Iterator["SequenceShard"]:
-    """Within this context the tokens [B, T, ·] of `linear_attention`, of a mixer and of a model are this process's part
-    of rows that are split over the processes of a group: equal parts, in the order of the ranks.
+    """Splits the tokens of rows over the processes of a group, in equal parts in the order of the ranks. Within this
+    context each process calls `linear_attention`, a mixer or a model with its part [B, T, ·] of the rows.
 
-    Outputs and gradients are those of the whole rows. cu_seqlens are the bounds in the whole row. A state that is given
-    is the state before the whole row; a state that is returned is the state after this process's tokens (in a pack, of
-    the sequences with tokens here). All processes of the group must make the same calls, and the same backward.
-    Gradients of parameters are those of this process's tokens: sum them over the group.
+    Outputs and gradients are those of the whole rows. cu_seqlens are the bounds in the whole row. A given state is the
+    state before the whole row; a returned state is the state after this process's tokens (in a pack, of the sequences
+    with tokens here). All processes of the group must make the same calls, and the same backward. Gradients of
+    parameters are those of this process's tokens: sum them over the group.
 
     Args:
         group: a torch.distributed process group; None: all processes.

@@ -76,8 +76,8 @@ def save_state(
 
 
 def load_state(path: str | Path, model: HeadraceForCausalLM) -> tuple[HeadraceCache, Tensor]:
-    """Returns what `save_state` was given: a cache on the model's device, with its snapshots, and the tokens [B, L]
-    that it has read, and any that it has not.
+    """Returns what `save_state` was given: a cache on the model's device, with its snapshots, and the tokens [B, L],
+    first those that the cache has read and then any that it has not.
 
     Raises:
         InputError: for a file that cannot be read, is damaged or is not a state, and for a state of another model: of

@@ -71,7 +71,7 @@ class HeadraceConfig(PreTrainedConfig):
             gate (`layers.blocks.widths.default_intermediate_size`).
         style: the block around the mixers, as a BlockStyle or a dict of fields that differ from the mixer's style.
         mlp: short for the field `mlp` of the style.
-        norm_eps: epsilon of the norms, but for group norms and for mixers whose spec has one (`read.eps`).
+        norm_eps: epsilon of the norms, except group norms and those of mixers whose spec has one (`read.eps`).
         initializer_range: standard deviation of the initial weights of linear layers and embeddings; None:
             `layers.blocks.widths.default_std`, 0.64 / √hidden_size.
         tie_word_embeddings: whether one matrix is the embedding and the output layer.

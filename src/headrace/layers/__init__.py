@@ -48,9 +48,9 @@ def Mixer(
         mixer: a name or an expression of the zoo (`headrace zoo`), or a spec.
         hidden_size: width D of x and y.
         num_heads: number of heads, unless the mixer sets it.
-        causal: False lets tokens also see later tokens of their sequence: one memory of all of them for a linear mixer
-            in which their order does not matter, two mixers, one for each direction, for others with a memory. Such a
-            layer takes no state, and what it returns in its place, None or keys and values, cannot be continued.
+        causal: False lets tokens also see later tokens of their sequence. A linear mixer in which their order does not
+            matter then has one memory of all tokens; another mixer with a memory becomes two, one for each direction.
+            Such a layer takes no state, and what it returns as state, None or keys and values, cannot be continued.
         layer_idx, num_layers: index of the layer and depth of the model, for initializations that depend on them.
         norm_eps: epsilon of the norm after the readout.
         rope_theta: base of the rotary frequencies.

@@ -164,8 +164,8 @@ class AttentionSpec(SoftmaxSpec):
     count: PositiveInt | None = None  # number of query heads; None: the model's num_heads
     # number of distance buckets of T5's relative position bias, half of them for single distances; None: no bias
     buckets: Annotated[int, Range("4 to 255", lambda n: 4 <= n <= 255)] | None = None
-    # whether the softmax has one more logit with value 0, so that a head can attend to nothing: the logit is 0, or
-    # learned per head (attention sinks, arXiv 2508.10925)
+    # whether the softmax has one more logit, for a value of zeros, so that a head can attend to nothing: the logit is
+    # 0, or learned per head (attention sinks, arXiv 2508.10925)
     null: bool | Literal["learned"] = False
     scale: Scale = "key"  # factor of the logits, or its name: d^-1/2, 1 (T5), (d/2)^-1/2 (Zamba)
     form: Literal["sdpa", "tiles"] = "sdpa"  # PyTorch's attention, or FlashAttention's tiles in plain PyTorch

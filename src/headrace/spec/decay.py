@@ -52,8 +52,8 @@ class Decay(Record):
     # rank of the projection to a decay per key channel; None: the key dimension K; full: one matrix (softplus-vector,
     # sigmoid)
     rank: PositiveInt | Literal["full"] | None = None
-    # The first step sizes of softplus decays are log-uniform between these, Mamba's: a head then forgets half after 0.4
-    # to 700 tokens. Smaller ones suit memories that must hold a whole row.
+    # The initial step sizes of softplus decays are log-uniform from dt_min to dt_max. With the defaults, Mamba's, a
+    # head forgets half after 0.4 to 700 tokens. Smaller step sizes suit memories that must hold a whole row.
     dt_min: PositiveFloat = 1e-3
     dt_max: PositiveFloat = 1e-1
     # Bounds of all step sizes of the decay softplus; None: no upper bound.

@@ -35,8 +35,8 @@ class Heads(Record):
     qk_groups: PositiveInt | None = None  # number of q/k heads, shared by consecutive value heads; None: `count`
     count: PositiveInt | None = None  # number of heads; None: that of `width`
     key_dim: PositiveInt | None = None  # key dimension per head; None: derived from expand_k
-    # value dimension per head in the paper or its released models, from which the number of heads follows where `count`
-    # does not set it; None, and in a model narrower than 4 such heads: the model's num_heads
+    # value dimension per head, that of the paper or its released models; the number of heads follows from it unless
+    # `count` is set. None, and in a model narrower than 4 such heads: the model's num_heads
     width: PositiveInt | None = None
 
 

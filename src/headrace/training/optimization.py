@@ -20,17 +20,17 @@ class Optimization(Record):
 
     lr: PositiveFloat = 1e-3  # peak learning rate
     min_lr: NonNegativeFloat = 0.1  # final learning rate as a fraction of lr
-    schedule: Literal["cosine", "linear"] = "cosine"  # of the learning rate, after the warm-up
+    schedule: Literal["cosine", "linear"] = "cosine"  # shape of the learning rate, after the warm-up
     warmup: NonNegativeFloat = 0.0  # fraction of the training in which the learning rate rises linearly from 0
     # not applied to norms, biases, the dynamics of state-space models, and gates without competition.weight_decay
     weight_decay: NonNegativeFloat = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    betas: tuple[float, float] = (0.9, 0.95)  # of AdamW
+    eps: PositiveFloat = 1e-8  # of AdamW
     clip: PositiveFloat | None = 1.0  # largest norm of the gradient; None: no clipping
     initializer_range: PositiveFloat | None = None  # standard deviation of initial weights; None: 0.64 / √hidden_size
     gate_lr: NonNegativeFloat = 1.0  # learning rate of the competition's weights as a multiple of lr
     gate_std: NonNegativeFloat = 0.0  # standard deviation of the competition's initial weights
-    gate_init: Literal["normal", "orthogonal"] = "normal"  # of these weights; "orthogonal" needs gate_std > 0
+    gate_init: Literal["normal", "orthogonal"] = "normal"  # their distribution; "orthogonal" needs gate_std > 0
 
     def _objections(self) -> Iterator[tuple[bool, str]]:
         fractions = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)

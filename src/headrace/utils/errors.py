@@ -76,4 +76,4 @@ class VersionWarning(UserWarning):
 
 
 class GateWarning(UserWarning):
-    """A spec has a gate that has no effect, or nearly none."""
+    """Warns of a spec with a gate that has no effect, or nearly none."""

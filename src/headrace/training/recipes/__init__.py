@@ -83,12 +83,12 @@ class Recipe(Optimization):
     # torch.compile of each block; None: on a CUDA GPU, unless processes share rows or weights, or a mixer needs the
     # lengths of sequences on the host
     compile: bool | None = None
-    # of PyTorch on a CPU; None: measured in the first steps among 1, half and all
+    # threads of PyTorch on a CPU; None: the fastest of 1, half and all, measured in the first steps
     threads: Annotated[int, Range(f"1 to {MOST}", lambda n: 1 <= n <= MOST)] | None = None
     seed: Seed = 0
-    evaluate_every: PositiveInt = 500  # steps
+    evaluate_every: PositiveInt = 500  # steps between evaluations
     evaluate_rows: PositiveInt = 256  # held-out rows per evaluation; the final evaluation uses all of them
-    save_every: PositiveInt = 500  # steps
+    save_every: PositiveInt = 500  # steps between checkpoints
 
     def __post_init__(self) -> None:
         super().__post_init__()
