@@ -118,7 +118,8 @@ def test_the_note_of_pieces_says_how_many_documents_are_enough(share, enough, tm
         lines = [json.dumps({"text": f"text {number} " * 40}) + "\n" for number in range(count)]
         (tmp_path / f"{count}.jsonl").write_text("".join(lines))
         command(tmp_path / str(count), [str(tmp_path / f"{count}.jsonl")], length=8, held_out=share)
-        sentence = f"1 piece drawn over the whole text; --held-out {share} takes whole documents of {enough} or more"
+        said = f"--held-out {share} takes whole documents if there are {enough} or more"
+        sentence = f"1 piece from all over the text; {said}"
         assert (sentence in " ".join(capsys.readouterr().out.split())) == (count < enough)
 
 

@@ -115,8 +115,8 @@ def print_counts(manifest: dict[str, Any]) -> None:
     terminal().print(table)
     if pieces := manifest.get("held_out_pieces"):
         share = manifest["held_out_share"]
-        enough = f"--held-out {share:g} takes whole documents of {max(FEW, int(0.5 / share) + 1):,} or more"
-        print(f"held out: {count(pieces, 'piece')} drawn over the whole text; {enough}")
+        enough = f"--held-out {share:g} takes whole documents if there are {max(FEW, int(0.5 / share) + 1):,} or more"
+        print(f"held out: {count(pieces, 'piece')} from all over the text; {enough}")
     for sentence in left_out(manifest.get("bad_rows", {})):
         print(sentence)
 
