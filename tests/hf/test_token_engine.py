@@ -51,8 +51,10 @@ def test_tokens_equal_the_full_forward(name):
 
 def test_the_page_names_the_mixers_that_decode_in_one_native_call():
     page = (Path(__file__).parents[2] / "docs" / "layer.md").read_text("utf-8")
-    assert f"a prompt of one sequence of up to {MOST} tokens" in page
-    gated, others = re.findall(r"one native call computes a token of .*?:(.*?), each with(.*?)\. One", page, re.S)[0]
+    assert f"a prompt of up to {MOST} tokens, of one sequence" in page
+    gated, others = re.findall(
+        r"one native call computes a token of .*?:(.*?), with or without (.*?)\n\nOne", page, re.S
+    )[0]
     gates = "", "competition=default", "competition=sigmoid"
     names = [f"{name}({form})" for name in re.findall("`(.*?)`", gated) for form in gates]
     for name in names + re.findall("`(.*?)`", others):

@@ -203,8 +203,10 @@ def test_serving_page_has_the_limits_of_the_server():
     of_the_command = (options.max_prompt_tokens, options.max_tokens, options.max_requests, options.prefix_cache)
     assert of_the_command == (limits.prompt, limits.tokens, limits.requests, f"{limits.prefix_cache // 10**6}MB")
     for sentence in (
-        f"a header takes more than {protocol.HEADER_SECONDS} seconds, if a body takes more than {routes.BODY_SECONDS},",
-        f"takes no more of an answer for {protocol.SEND_SECONDS}.", f"It is ended after {tokenizing.SECONDS} seconds",
+        f"a header takes more than {protocol.HEADER_SECONDS} seconds,",
+        f"if a body takes more than {routes.BODY_SECONDS} seconds,",
+        f"reads nothing of an answer for {protocol.SEND_SECONDS} seconds.",
+        f"If a request takes it more than {tokenizing.SECONDS} seconds, the process is ended",
         f"A prompt has at most {limits.prompt:,} tokens (`--max-prompt-tokens`),",
         f"an answer at most {limits.tokens:,} (`--max-tokens`). At most {limits.requests} requests are open",
         f"A prompt of more than {prefix.PIECE} tokens", f"default: {options.prefix_cache};",

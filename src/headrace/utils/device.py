@@ -15,14 +15,14 @@ KEPT = "cpu", "cuda"  # kinds of devices whose constants are kept
 def kept_on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     """Keeps the tensors that `make` returned for the last 64 lists of arguments. The last argument may be a device.
 
-    A tensor on a GPU is not kept, because it could lie in the memory of a CUDA graph, which is used again; nor is what
-    a mode sees made, as FakeTensorMode, whose tensors have no values."""
+    A tensor on a GPU is not kept, because it could lie in the memory of a CUDA graph, which is used again; nor is a
+    tensor without values, as under FakeTensorMode."""
     kept = lru_cache(maxsize=64)(make)
 
     @wraps(make)
     def made(*arguments: Any) -> Any:
         device = arguments[-1] if isinstance(arguments[-1], torch.device) else torch.get_default_device()
-        plain = device.type == "cpu" and (torch.compiler.is_compiling() or not _in_a_mode())
+        plain = device.type == "cpu" and (torch.compiler.is_compiling() or not _without_values())
         return kept(*arguments) if plain else make(*arguments)
 
     made.forget = kept.cache_clear  # type: ignore[attr-defined]
@@ -55,6 +55,12 @@ def kept(make: Callable[..., Any]) -> Callable[..., Any]:
 
     made.values = values  # type: ignore[attr-defined]
     return made
+
+
+def _without_values() -> bool:
+    """Whether a mode is active whose tensors have no values, or are only recorded."""
+    kinds = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(kind) is not None for kind in (kinds.FAKE, kinds.PROXY, kinds.FUNCTIONAL))
 
 
 def _in_a_mode() -> bool:
