@@ -70,9 +70,8 @@ class RGLRU(Mixer):
         a, b = self._coefficients(u, sequences.positions(before.tokens, x)[..., None] == 0)
         h, memory = elementwise(a, b, before.memory, sequences)
         y = h.to(x.dtype) * F.gelu(branch, approximate="tanh")
-        return sequences.tokenwise(self.out_proj, y), ScanState(
-            memory, conv, tokens=sequences.counted(before.tokens, x)
-        )
+        after = ScanState(memory, conv, tokens=sequences.counted(before.tokens, x))
+        return sequences.tokenwise(self.out_proj, y), after
 
     def _coefficients(self, u: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
         """Returns a_t and √(1 − a_t²) i_t u_t, [B, T, E]. first: [B or 1, T, 1], at the first token of a sequence."""

@@ -175,12 +175,12 @@ class Norm(Stage):
 def gate_and_norm(mixer: Any, t: Tokens) -> int:
     """Computes all stages up to the norm of several heads by one kernel, where an output gate precedes the norm.
     Returns the number of these stages, or 0 where the kernel does not compute them, as those of a plug-in."""
+    groups = {"rms-joint": 1, "rms-groups": mixer.Hq}.get(mixer.spec.read.norm)
+    if groups is None or mixer.spec.read.gate != "silu" or not elementwise.gate_norm_takes(mixer.H // groups, mixer.V):
+        return 0
     kinds, v, skip, weight = [type(stage) for stage in mixer.readout], t.parts["v"], mixer.skip, mixer.norm_weight
     joined = [kind for kind in (Skip, ReadGateFirst, GateFirst, Norm) if kind in kinds]
-    groups = {"rms-joint": 1, "rms-groups": mixer.Hq}.get(mixer.spec.read.norm)
-    if groups is None or kinds[: len(joined)] != joined or joined[-2:] != [GateFirst, Norm]:
-        return 0
-    if mixer.spec.read.gate != "silu" or not elementwise.gate_norm_takes(mixer.H // groups, mixer.V):
+    if kinds[: len(joined)] != joined or joined[-2:] != [GateFirst, Norm]:
         return 0
     activations, parameters = (t.out, t.parts["gate"], v), [p for p in (skip, weight) if p is not None]
     alike = len({x.dtype for x in activations}) == 1
